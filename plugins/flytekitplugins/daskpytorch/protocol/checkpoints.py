@@ -1,7 +1,6 @@
-"""Describes checkpoints: whole ones, which are files, and sharded ones, of which each rank writes its own part.
+"""Describes whole checkpoints, which are files, and sharded ones, of which each rank writes its own part.
 
-Shared by ranks, agents, driver and storage. One folder contains all objects of a sharded checkpoint. Only one attempt
-writes there.
+Runs in ranks, agents and driver. Only one attempt writes to the folder of a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -25,18 +24,14 @@ from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
-    """A whole (not sharded) checkpoint: one file, written by `torch.save`."""
-
     attempt: int
-    """The attempt that wrote the file."""
     step: int
     size: int
-    """In bytes."""
     digest: str
-    """SHA-256 of the file, in hexadecimal digits."""
+    """SHA-256 of the file."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
     folder: str | None = field(default=None, compare=False)
-    """In storage. None: the folder of the manifest that lists the checkpoint."""
+    """Folder in storage, by default that of the manifest."""
 
     is_evaluated: bool = field(default=False, compare=False)
     """`metrics` includes those of `Gang(evaluate=...)`."""
@@ -48,18 +43,14 @@ class CheckpointFile:
 
     @property
     def identity(self) -> str:
-        """Text that no other checkpoint of the gang has."""
         return self.name
 
     def saved(self, folder: str | None) -> SavedCheckpoint:
-        """Describe the checkpoint for the user. `folder` in storage has the gang's checkpoints."""
         place = f"{folder}/{self.name}" if folder is not None else None
         return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=place)
 
 
 class HashedFile(io.BufferedWriter):
-    """Computes the SHA-256 of the bytes written to it."""
-
     def __init__(self, file: io.FileIO) -> None:
         super().__init__(file)
         self.digest = hashlib.sha256()
@@ -75,10 +66,7 @@ def digest_of(path: Path) -> str:
 
 
 def link_file(file: Path, folder: Path) -> bool:
-    """Make a hard link to a file under the same name.
-
-    False if that fails, for example if the folder is on another disk.
-    """
+    """Make a hard link under the same name. Return False if that fails, as on another disk."""
     unfinished = folder / f"unfinished-{file.name}-{uuid.uuid4().hex}"
     try:
         os.link(file, unfinished)
@@ -92,10 +80,7 @@ def link_file(file: Path, folder: Path) -> bool:
 
 
 def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> None:
-    """Receive a checkpoint file into a folder, atomically.
-
-    Raises EOFError for an early end of the connection, OSError, and ValueError for a wrong digest.
-    """
+    """Receive a file, atomically. EOFError, OSError or ValueError (wrong digest): there is none."""
     unfinished = folder / f"unfinished-{wanted.name}-{threading.get_ident()}"
     with replacing(folder / wanted.name, unfinished), HashedFile(io.FileIO(unfinished, "w")) as file:
         for piece in connection.pieces(wanted.size, f"the checkpoint of step {wanted.step}"):
@@ -112,42 +97,36 @@ METADATA = ".metadata"
 DIGESTS = "digests.json"
 """Object with the sizes of the other objects, and the digests of what is in them."""
 OBJECT = re.compile(r"(__\d+_\d+\.distcp|digests\.json|\.metadata)(\.[0-9a-f]{32})?")
-"""Names of a sharded checkpoint's objects. The name of an unfinished one ends in 32 hexadecimal digits."""
+"""Objects of a sharded checkpoint. The name of an unfinished one ends in 32 hexadecimal digits."""
 FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
-"""A sharded checkpoint's folder. Groups: the attempt's number, the save's number, and the driver's nonce."""
+"""Its groups: the attempt's number, the save's number, and the driver's nonce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShards:
-    """Rank 0's report that all ranks have written a sharded checkpoint to storage, or that a rank has failed to."""
+    """Rank 0's report that all ranks have written their shards to storage, or that a rank has failed to."""
 
     attempt: int
-    """The attempt that wrote the checkpoint."""
     number: int
     """Number of the attempt's `save_sharded` call, from 0. Several calls may have the same training step."""
     step: int
     size: int = 0
     """Bytes of all ranks' objects together."""
     digest: str = ""
-    """SHA-256 of `digests.json`, in hexadecimal digits."""
+    """SHA-256 of `digests.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     failure: str | None = None
-    """Why the checkpoint could not be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCheckpoint:
-    """A committed one, as listed in the manifest and sent to ranks of a later attempt."""
-
     attempt: int
-    """The attempt that wrote the checkpoint."""
     step: int
     uri: str
-    """Path or fsspec URL of the folder."""
     size: int
     """Bytes of all ranks' objects together."""
     digest: str
-    """SHA-256 of `digests.json`, in hexadecimal digits."""
+    """SHA-256 of `digests.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     is_evaluated: bool = field(default=False, compare=False)
     """`metrics` includes those of `Gang(evaluate=...)`."""
@@ -159,7 +138,6 @@ class ShardedCheckpoint:
 
     @property
     def identity(self) -> str:
-        """Text that no other checkpoint of the gang has."""
         return self.uri
 
     @property
@@ -172,32 +150,24 @@ class Sharding:
     """Where an attempt saves shards, and from what it may start."""
 
     base: str
-    """Path or fsspec URL. Contains a folder for each sharded checkpoint."""
+    """Path or fsspec URL of the folder that has a folder for each sharded checkpoint."""
     nonce: str
     """Random digits of the driver in the names of its folders, so that no other driver writes there."""
     token: str | None = None
-    """A file of the driver. A rank that sees it shares the folder `base`. None for a URL."""
+    """File of the driver, by which a rank sees that it shares the folder `base`. None for a URL."""
     start: tuple[ShardedCheckpoint, ...] = ()
-    """Committed checkpoints, the newest first."""
 
 
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
-    """Return a save's folder, relative to `Sharding.base`.
-
-    `number` counts the attempt's `save_sharded` calls, from 0.
-    """
+    """Return a save's folder, relative to `Sharding.base`. `number` counts `save_sharded` calls from 0."""
     return f"step-{step}/{attempt}-{number}-{nonce}"
 
 
 def is_object(name: str) -> bool:
-    """Return True for names that this package gives in a sharded checkpoint's folder."""
     return OBJECT.fullmatch(name) is not None
 
 
 def save_of(folder: str) -> tuple[tuple[int, int], str] | None:
-    """Return attempt number, save number and nonce of a folder (relative to `Sharding.base`).
-
-    None: it is not a save's.
-    """
+    """Return attempt number, save number and nonce, or None if the folder is not a save's."""
     found = FOLDER.fullmatch(folder)
     return None if found is None else ((int(found[1]), int(found[2])), found[3])

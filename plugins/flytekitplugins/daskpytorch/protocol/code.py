@@ -30,24 +30,24 @@ from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.script import Script, attributes_of
 
 MAX_SPARE_PART = 256 << 10
-"""Bytes of a pickled class of `__main__` that ranks get apart from the call. Larger classes are left out."""
+"""Bytes of a pickled class of `__main__` that ranks get apart from the call, without larger classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """State of the driver's program for the ranks. The user's objects are bytes."""
+    """State of the driver's program for the ranks, with the user's objects as bytes."""
 
     arguments: Sequence[str] | None = field(default=None, repr=False)
-    """Of the user's script. None if the program is not the user's, such as pyflyte."""
+    """Command line of the user's script, or None if the program is not the user's, such as pyflyte."""
     module: str | None = None
-    """The user's module that `python -m` ran. None for a script."""
+    """The user's module that `python -m` ran."""
     package: str | None = None
     spare_parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Name -> pickled class of `__main__`, for ranks that load files with objects of the class."""
     cells: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Name -> source code without a file, such as a notebook's cells."""
     levels: Mapping[str, int] = field(default_factory=dict)
-    """Logger's name -> level. The root logger's name is empty."""
+    """Logger's name, empty for the root logger -> level."""
     handlers: Sequence[bytes] = field(default=(), repr=False)
     """Pickled stream, level and formatter of each handler of the root logger that writes to a standard stream."""
 
@@ -57,9 +57,9 @@ class Code:
     """The project's sources and the driver's program, as sent to agents."""
 
     archive: bytes
-    """Tar archive of the files, at paths that match the modules' names. Empty if the agent already has it."""
+    """Tar archive of the files at the paths of their modules, or empty if the agent already has it."""
     digest: str
-    """SHA-256 of the archive, in hexadecimal digits."""
+    """SHA-256 of the archive."""
     script: str | None = None
     """The user's script in the archive. None if the driver's `__main__` has no file, or is a tool such as pyflyte."""
     folders: Sequence[str] = ()
@@ -74,12 +74,8 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where a node has the project's sources."""
-
     folders: Sequence[str]
-    """For `sys.path`."""
     script: Path | None
-    """None if `__main__` has no file."""
     originals: Mapping[str, str] = field(default_factory=dict)
     """Path of a copied module -> its path on the driver's machine. Empty if the node uses the driver's own files."""
 
@@ -118,10 +114,7 @@ def pack_code(script: Script | None = None) -> Code:
 
 
 def _program(script: Script | None, *, is_users: bool) -> Program:
-    """Return the state of this process's program, or of the script that ranks run.
-
-    Leave out a program that is not the user's.
-    """
+    """Return the state of this process's program if that is the user's, or of the script that ranks run."""
     levels, handlers = dict(_levels()), tuple(_handlers())
     if script is not None:
         module = script.given if script.is_module else None
@@ -145,7 +138,6 @@ def _program(script: Script | None, *, is_users: bool) -> Program:
 
 
 def _places() -> set[str]:
-    """Return the files that define the functions and methods of `__main__`."""
     functions = [value for value in pickling.definitions().values() if isinstance(value, FunctionType)]
     classes = [value for value in pickling.definitions().values() if isinstance(value, type)]
     functions += [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
@@ -220,7 +212,7 @@ def _unpacked(code: Code, folder: Path) -> Path:
 # ---- Files of the project
 
 MAX_RESOURCE_BYTES = 1 << 20
-"""Bytes of one data file that is sent beside the user's code. Larger data belongs in storage."""
+"""Bytes of one data file beside the user's code. Larger data belongs in storage."""
 MAX_BESIDE_BYTES = 4 << 20
 """Bytes of all data files from the folder of a script, or of another module outside a package."""
 MAX_FILES = 10_000
@@ -232,8 +224,6 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
 
 @dataclass
 class Project:
-    """The project's files on the driver's machine."""
-
     files: dict[str, Path] = field(default_factory=dict)
     """Name in the archive -> path."""
     roots: set[Path] = field(default_factory=set)
@@ -260,7 +250,7 @@ class Project:
         return project
 
     def add_script(self, script: Script) -> None:
-        """Add the folder from which a user's script or module imports. Installed modules are not sent."""
+        """Add the folder from which a user's script or module imports, unless it is installed."""
         self.script = None  # not the driver's own
         if script.file is None or script.folder is None or _is_installed(script.file, _installation_folders()):
             return
@@ -302,11 +292,11 @@ class SourceFiles:
     def __init__(self) -> None:
         self._num_modules = 0
         self._states: dict[Path, tuple[int, ...] | None] = {}
-        """Path -> last change in nanoseconds, and size in bytes. None: no such file."""
+        """Path -> last change in nanoseconds, and size in bytes."""
         self.take_new()
 
     def take_new(self) -> bool:
-        """Add modules that have been imported since the last call. Return True if there are any."""
+        """Add modules that have been imported since the last call. Return False if there are none."""
         if len(sys.modules) == self._num_modules:
             return False
         self._num_modules, main = len(sys.modules), sys.modules["__main__"]
@@ -346,7 +336,7 @@ def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
 
 
 def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
-    """Return a module's import folder, and its path below. None: the module is not sent."""
+    """Return a module's import folder, and its path below, or None for a module that is not sent."""
     attributes = attributes_of(module)
     name, file = _imported_as(attributes), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
@@ -359,7 +349,7 @@ def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
 
 
 def _imported_as(attributes: Mapping[str, Any]) -> object:
-    """Return a module's name. For the script, the name under which other modules import it."""
+    """Return a module's name, for the script the one under which other modules import it."""
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if name in ("__main__", "__mp_main__") and isinstance(file, str):
         return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
@@ -374,7 +364,6 @@ def _installation_folders() -> tuple[str, ...]:
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """Yield the visible files of a folder and its subfolders, without environments and caches."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
         yield from (path for name in sorted(names) if name[0] != "." and (path := Path(folder, name)).is_file())
@@ -385,7 +374,7 @@ def _files_beside(root: Path) -> list[Path]:
 
 
 def _files_of_script(root: Path) -> list[Path]:
-    """Return the visible files below a script's folder. In a git repository, leave out what git ignores."""
+    """Return the visible files below a script's folder that git, if used there, does not ignore."""
     if root == Path(root.anchor):  # of a container; /proc and /sys are below
         return _files_beside(root)
     found = list(itertools.islice(_known_to_git(root) or _files_below(root), MAX_FILES + 1))
@@ -398,7 +387,6 @@ def _files_of_script(root: Path) -> list[Path]:
 
 
 def _known_to_git(root: Path) -> list[Path]:
-    """Return the visible files that git does not ignore. Empty outside of repositories."""
     command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout

@@ -37,7 +37,7 @@ RANKS_AND_PORTS = re.compile(r"(?:^|,)\s*(\d{1,6}):(\d{1,5})\s*(?=,|$)", re.ASCI
 MAX_PORT = 65_535
 AT_TERMINAL = timedelta(hours=1)
 """Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
-debugger's prompt. A longer timeout would hide a real hang."""
+debugger's prompt, and a longer timeout would hide a real hang."""
 IN_EDITOR = timedelta(days=7)
 """Timeout of collectives if a rank waits for an editor."""
 DRIVER, USER = b"d", b"u"
@@ -45,7 +45,6 @@ DRIVER, USER = b"d", b"u"
 LEAVE = b"\x1d"
 """Ctrl-] in raw mode, by which the user leaves a rank at its prompt."""
 INTERRUPT = b"\x03"
-"""Ctrl-C in raw mode."""
 READ_SIZE = 1 << 14
 
 
@@ -62,7 +61,7 @@ class Debugging:
         return cls(has_terminal=has_terminal(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 
     def patience(self, settings: Gang) -> timedelta | None:
-        """Return the timeout of collectives while a person may debug a rank. None: the backend's own timeout."""
+        """Return the timeout of collectives while a person may debug a rank, or None for the backend's own."""
         if self.ports:
             return IN_EDITOR
         if settings.on_error == "hold":
@@ -92,10 +91,10 @@ class RankFile:
     rank: int
     pid: int
     prompt: str = ""
-    """Why the debugger waits for a terminal, such as `stops at train.py:12`. Empty if it does not."""
+    """Why the debugger waits for a terminal, such as `stops at train.py:12`, or empty if it does not."""
 
     def write(self, folder: Path) -> None:
-        """Write the file. On a full disk there is no file, and the rank trains."""
+        """On a full disk there is no file, and the rank trains."""
         path = folder / f"rank-{self.rank}.json"
         with contextlib.suppress(OSError), replacing(path, path.with_suffix(".new")) as unfinished:
             unfinished.write_text(json.dumps(asdict(self)))
@@ -113,7 +112,7 @@ def find_ranks() -> list[tuple[Path, RankFile]]:
 
 @contextlib.contextmanager
 def _private(folder: Path) -> Iterator[str]:
-    """Open a folder, and yield a path that stays the same folder, also if others put a link in its place.
+    """Yield a path of the opened folder, even if others put a link in its place.
 
     Raises PermissionError if others can open the folder: they may have made it, to get this user's keys.
     """
@@ -128,7 +127,6 @@ def _private(folder: Path) -> Iterator[str]:
 
 
 def listen(folder: Path, rank: int) -> socket.socket:
-    """Return the socket at which a rank's debugger waits for terminals."""
     (folder / f"debugger-{rank}").unlink(missing_ok=True)  # of the rank before a restart
     listener = socket.socket(socket.AF_UNIX)
     with _private(folder) as opened:
@@ -148,10 +146,9 @@ def has_terminal() -> bool:
 
 
 def talk(folder: Path, rank: int, who: bytes) -> bool:
-    """Attach this terminal to the debugger of a rank on this machine. `who` is `DRIVER` or `USER`.
+    """Attach this terminal to a rank's debugger. Return True if the user has left by Ctrl-], or the terminal is gone.
 
-    Returns True if the user has left by Ctrl-], or the terminal is gone. Raises OSError if the rank has ended, or has
-    yet to call a debugger.
+    Raises OSError if the rank has ended, or has yet to call a debugger.
     """
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(socket.AF_UNIX))

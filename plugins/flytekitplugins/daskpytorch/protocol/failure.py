@@ -1,6 +1,6 @@
-"""Records of a rank's end and of its last collectives.
+"""Records of a rank's end and of its last collectives, by which the driver finds the cause of a failure or hang.
 
-The rank and its agent write the records. The driver reads them to find the cause of a failure or hang.
+Written by the rank and its agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.protocol.script import describe_exit, exit_code
 MAX_TEXT = 32 << 10
 """Characters of an exception's message, and of its traceback."""
 MAX_PICKLED = 1 << 20
-"""Bytes. The driver gets only the text of a larger exception, which may hold a batch."""
+"""Bytes of a pickled exception, of which a larger one may hold a batch, and reaches the driver as text only."""
 DEFAULT_GROUP = "the default group"
 """First words of the names of the default process group, which has a name for each backend."""
 CONSEQUENCES = re.compile(
@@ -34,7 +34,7 @@ CONSEQUENCES = re.compile(
 )
 """Texts of errors that torch, gloo and NCCL raise in a rank whose peer has ended."""
 CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
-"""The same code raises these errors again in each attempt. `q` in a debugger raises `BdbQuit`."""
+"""Errors that the same code raises again in each attempt, such as `BdbQuit` by `q` in a debugger."""
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
 """Exceptions that end a loop, an event loop or a debugger without an error."""
 MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
@@ -43,8 +43,7 @@ MEMORY_TEXTS = re.compile(
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory",
     re.IGNORECASE,
 )
-"""Texts of NCCL, CUDA and torch's CPU allocator when memory is short. NCCL raises the same error type for a lost
-peer."""
+"""Texts of NCCL, CUDA and torch's CPU allocator when memory is short. NCCL's error type is that of a lost peer."""
 CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GROUP_FILES = re.compile(
     r"/(torch/(distributed|nn/parallel|autograd)|flytekitplugins/daskpytorch/(rank|protocol|node))/"
@@ -58,7 +57,6 @@ WATCHDOG = re.compile(
 """Log lines in which torch's NCCL watchdog tells why it aborts the process (torch 2.6 to 2.15, both NCCL backends of
 2.15). CUDA errors do not match: the rank's kernels cause them, and the watchdog merely sees them first."""
 OURS = "flytekitplugins/daskpytorch/"
-"""In the paths of this package's source files, which tracebacks leave out."""
 NOT_THE_USERS = re.compile(
     r'(File ")?(<(frozen |c?attrs generated |@beartype\(|sqlalchemy generated |decorator-gen-|makefun-gen-|'
     r"lambdifygenerated-|__array_function__ internals>|eval_with_key>|string>|template>|unknown>)"
@@ -67,7 +65,7 @@ NOT_THE_USERS = re.compile(
 """Matches files, and frames as `faulthandler` writes them, of Python, of installed packages, of this package and of
 generated code. Other names in angle brackets are the user's: `<stdin>`, or a notebook's cell."""
 MAX_COLLECTIVES = 32
-"""In a rank's report, which holds the newest. Ranks block within a few collectives after a mismatch."""
+"""Newest collectives in a rank's report. Ranks block within a few collectives after a mismatch."""
 
 Shape = tuple[int, ...]
 
@@ -75,36 +73,29 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True)
 class Collective:
     group: str
-    """Such as `the default group (gloo)`."""
     number: int
-    """Number in the group, from 1. Ranks that run the same code count alike."""
+    """Number in the group, from 1, equal in ranks that run the same code."""
     operation: str
-    """Such as `all_reduce`."""
     inputs: Sequence[Shape]
     outputs: Sequence[Shape]
     dtypes: Sequence[str]
-    """Of the inputs. Without inputs, of the outputs."""
+    """Dtypes of the inputs, or of the outputs without inputs."""
     is_done: bool
-    """The collective has completed on this rank."""
     frames: Sequence[str] = ()
-    """In the format of `faulthandler`, the innermost frame first."""
+    """Stack of the call as `faulthandler` writes it, the innermost frame first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recalled:
-    """A rank's last collectives and its process groups."""
-
     groups: Sequence[str]
     collectives: Sequence[Collective]
-    """Oldest first."""
+    """The newest collectives, oldest first."""
     newest_of_all: int = 0
-    """Number of the newest collective of all ranks in the default group. 0: unknown."""
+    """Number of the newest collective of all ranks in the default group, or 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception in a rank."""
-
     type_name: str
     message: str
     traceback: str
@@ -116,13 +107,11 @@ class Failure:
     is_consequence: bool
     """The exception reads like the loss of a peer."""
     position: tuple[int | None, int | None] = (None, None)
-    """Newest logged or saved step, and number of signs of life since then. None: unknown."""
+    """Newest logged or saved step, and number of signs of life since then, where known."""
     place: str = ""
-    """File and line that raised the exception."""
     is_final: bool = False
     """Every attempt would fail in the same way: the code is wrong, or the driver cannot get the return value."""
     recalled: Recalled | None = None
-    """Only for an exception that reads like the loss of a peer."""
     gpu_fault: str = ""
     """Line of the text that reports a failed GPU."""
     exit_code: int = 1
@@ -141,7 +130,6 @@ class Failure:
         """Record an exception, in the rank that raised it."""
         name = type(error).__name__
         text = _shortened(_text_of(error))
-        # The first frame is the rank's own call of the function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         lines = traceback.format_exception(type(error), error, without_ours(trace) or trace)
         shown = "" if is_of_check(error) else "".join(lines)
@@ -191,7 +179,7 @@ class RankExit:
     worker: str
     host: str
     exitcode: int | None
-    """From `os.waitstatus_to_exitcode`. None if the worker was lost, too."""
+    """From `os.waitstatus_to_exitcode`, or None if the worker was lost, too."""
     failure: Failure | None
     log_tail: str
     time: float
@@ -201,25 +189,19 @@ class RankExit:
     stopped: bool = False
     """The gang stopped the rank, after another rank's failure."""
     hang: str | None = None
-    """The hang's duration, its evidence and the stacks of all ranks."""
     left_by: str = ""
     """Sentence that says which ranks had returned while this rank waited for them."""
     difference: str | None = None
     """Differences in the ranks' collectives, which may have caused the failure."""
     step: int | None = None
-    """Newest step that the rank had logged or saved."""
     agent_traceback: str | None = None
-    """Set if the agent failed."""
     watchdog: str = ""
     """Log line in which torch's NCCL watchdog gave the reason to abort the rank."""
     log_folder: str = ""
-    """On the rank's machine. Empty without log files."""
     gpu: str = ""
-    """Name of the rank's own GPU in messages."""
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Newest logged or saved step, and number of signs of life since then. None: unknown."""
         return self.failure.position if self.failure is not None else (self.step, None)
 
     @property
@@ -243,17 +225,13 @@ class RankExit:
 
     @property
     def is_consequence(self) -> bool:
-        """The rank has probably ended because another rank did."""
         if self.hang is not None or self.gpu_fault:
             return False
         return self.stopped or bool(self.watchdog) if self.failure is None else self.failure.is_consequence
 
     @property
     def may_be_of_collective(self) -> bool:
-        """A collective of the rank may have failed.
-
-        Torch raises an exception for a failed collective. NCCL's watchdog and gloo's threads abort the rank.
-        """
+        """Torch raises an exception for a failed collective. NCCL's watchdog and gloo's threads abort the rank."""
         if self.hang is not None or self.stopped or self.gpu_fault:
             return False
         return self.failure.is_consequence if self.failure is not None else self.exitcode == -signal.SIGABRT
@@ -289,7 +267,6 @@ def is_of_watchdog(line: str) -> bool:
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its explicit causes (`raise ... from ...`)."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -327,7 +304,6 @@ def _shortened(text: str) -> str:
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this package's outermost frames."""
     while trace is not None and OURS in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace
@@ -378,7 +354,7 @@ queries NVML only if memory is short, so its failed query is left out as well.""
 
 
 class GpuFaultError(RuntimeError):
-    """A rank's GPU did not pass its check before use. The text is one line with the reason."""
+    """A rank's GPU did not pass its check before use, for the reason in the one-line text."""
 
 
 def is_of_check(error: BaseException) -> bool:
@@ -387,10 +363,7 @@ def is_of_check(error: BaseException) -> bool:
 
 
 def fault_of(error: BaseException) -> str:
-    """Return the line of an exception's text that reports a failed GPU.
-
-    Torch raises a `RuntimeError` for a failed GPU, nvidia-ml-py raises its own class, and the check `GpuFaultError`.
-    """
+    """Return the line that reports a failed GPU, from exceptions of torch, nvidia-ml-py and the check."""
     if isinstance(error, GpuFaultError):
         return str(error)
     is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")
@@ -401,5 +374,4 @@ def fault_of(error: BaseException) -> str:
 
 
 def fault_in(text: str) -> str:
-    """Return the line of a text or log that reports a failed GPU."""
     return next((line.strip() for line in text.splitlines() if GPU_FAULT.search(line)), "")

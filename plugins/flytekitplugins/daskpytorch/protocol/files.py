@@ -18,7 +18,6 @@ CHUNK = 25 << 20
 """Bytes per request of an upload to S3 or Google Cloud Storage, about half of the clients' default: s3fs and gcsfs hold
 ten requests in memory."""
 NUM_REMOVERS = 8
-"""Files that are removed at the same time."""
 
 
 def unusable(setting: str, folder: str, error: OSError) -> OSError:
@@ -31,20 +30,17 @@ def unusable(setting: str, folder: str, error: OSError) -> OSError:
 
 
 def full_path(folder: str) -> str:
-    """Return the absolute path of a local path or a `file://` URL."""
     return str(strip_protocol(folder))
 
 
 class Files:
-    """Reads and writes whole files of one fsspec file system."""
-
     def __init__(self, fs: Any) -> None:
         self.fs = fs
         self.is_local = isinstance(fs, LocalFileSystem)
-        """A disk, where a file gets its name once complete. Object stores never show incomplete files."""
+        """On a disk, a file gets its name once complete, while object stores never show incomplete files."""
 
     def refuse_foreign(self, folder: str, *, with_folders: bool = False) -> None:
-        """Raise PermissionError if another user can have written a folder's files. URLs are not checked."""
+        """Raise PermissionError if another user can have written a folder's files, except in a URL."""
         for each in (Path(folder), *(Path(folder).glob("*") if with_folders else ())) if self.is_local else ():
             if each.is_dir():
                 refuse_foreign(each)
@@ -54,12 +50,10 @@ class Files:
         return full_path(folder) if self.is_local else folder.rstrip("/")
 
     def below(self, folder: str) -> list[str]:
-        """Return all files in a folder and its sub-folders, relative to the folder."""
         self.fs.invalidate_cache()
         return list(self.fs.get_mapper(folder))
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of sub-folders. Empty if the folder does not exist."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return [
@@ -79,10 +73,7 @@ class Files:
             self.fs.pipe_file(path, data)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file and return True, or return False if the file exists.
-
-        In a store without exclusive creation, two callers at the same time may both get True.
-        """
+        """Return False if the file exists. Without exclusive creation in the store, two callers may both get True."""
         if self.is_local:
             return _link_into(Path(path), data)
         try:
@@ -97,10 +88,7 @@ class Files:
         return True
 
     def remove(self, folder: str, is_ours: Callable[[str], bool]) -> None:
-        """Remove the files whose relative path `is_ours` accepts. On a disk, also the folder and its parent when empty.
-
-        Raises OSError if some of the files remain.
-        """
+        """Remove files by their relative path, on a disk also the empty folder and its parent. OSError: some remain."""
         paths = [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
         with ThreadPoolExecutor(NUM_REMOVERS) as pool:  # `fs.rm` would take `[`, `*` and `?` of a name for a pattern
             list(pool.map(self.fs.rm_file, paths))
@@ -113,7 +101,7 @@ class Files:
         self.fs.get_file(path, str(to))
 
     def put(self, source: Path, path: str) -> None:
-        """Upload a file that does not change afterwards. If storage is the same disk, `path` may become a hard link."""
+        """Upload a file that does not change afterwards: on the same disk, `path` may become a hard link."""
         if self.is_local:
             _rename_into(path, lambda unfinished: _link_or_copy(source, unfinished))
         elif {"s3", "gs"} & {self.fs.protocol, *self.fs.protocol}:
@@ -148,10 +136,7 @@ def _link_into(target: Path, data: bytes) -> bool:
 
 
 def _rename_into(path: str, write: Callable[[Path], object]) -> None:
-    """Write a file under another name, flush it, and rename it to `path`.
-
-    So the file is never seen incomplete, and a power failure after the call does not damage the file.
-    """
+    """Write a file under another name, flush it, and rename it, for readers and against power failures."""
     target = Path(path)
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with replacing(target, target.with_name(f"{target.name}.{uuid.uuid4().hex}")) as unfinished:

@@ -1,15 +1,14 @@
 """Connections between driver and agents: frames, the handshake, and heartbeats.
 
-Each frame begins with its size, in eight bytes. A frame holds a pickled message, an agent's heartbeat, or a part of the
-handshake, whose size is fixed. Only files, such as checkpoints, travel without frames, right after their announcement.
+A frame is its size in eight bytes, and a pickled message, a heartbeat, or a part of the handshake. Only files travel
+without frames, right after their announcement.
 
-By the handshake, driver and agent prove that both belong to one gang, before any unpickling. The driver sends a
-challenge. The agent answers with its own challenge and proof. Then the driver sends its proof. A proof is an HMAC over
-role and both challenges, with the gang's token as key. The token itself is not sent. The role keeps an agent's proof
-from passing as the driver's. All sizes are fixed, so that a stranger cannot send more.
+By the handshake, driver and agent prove that both belong to one gang, before any unpickling: challenge of the driver,
+challenge and proof of the agent, proof of the driver. A proof is an HMAC over role and both challenges, with the gang's
+token as key. The role keeps an agent's proof from passing as the driver's. All sizes are fixed, so that a stranger
+cannot send more.
 
-An agent sends a heartbeat about every second: its ranks' signs of life, which need no unpickling. The driver of
-thousands of agents receives thousands of heartbeats a second. Most bring no new numbers: only their arrival matters.
+Heartbeats need no unpickling: the driver of thousands of agents receives thousands a second.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from typing import Any
 
 SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
-"""The limit keeps one peer from delaying the others."""
+"""Bytes of one read, limited so that one peer does not delay the others."""
 MAX_PIECE = 1 << 20
-"""Maximum number of bytes of one read of a file."""
+"""Bytes of one read of a file."""
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
@@ -40,7 +39,6 @@ PROOF_TIMEOUT = 60.0
 MAX_HELD = 1 << 14
 """Bytes of held messages at which a connection sends them."""
 BEAT = b"\0"
-"""First byte of a heartbeat. No pickle begins with it."""
 RANK = struct.Struct("!IQ")
 """A rank, and its number of signs of life so far."""
 
@@ -49,17 +47,16 @@ class Frames:
     def __init__(self, only: int | None = None) -> None:
         self._buffer = bytearray()
         self.only = only
-        """Required size of a frame's content, in bytes. None: any size."""
 
     @property
     def wanted(self) -> int:
-        """Number of bytes to read next. A longer read could take bytes beyond the current frame."""
+        """A longer read could take bytes beyond the current frame."""
         return min((self._end() or SIZE.size) - len(self._buffer), READ_SIZE)
 
     def take(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes, and yield the frames that are complete.
+        """Add bytes, and yield complete frames.
 
-        EOFError for empty bytes, ConnectionRefusedError for a wrong size.
+        EOFError: no bytes. ConnectionRefusedError: a frame is not of the size `only`.
         """
         if not data:
             raise EOFError
@@ -86,12 +83,11 @@ class Connection:
         self._sock = sock
         self._held = b""
         self._lock = threading.Lock()
-        """Guards sending and `_held`."""
         self.heard_at = time.monotonic()
-        """Time of the last received bytes, on the monotonic clock."""
+        """On the monotonic clock."""
 
     def fileno(self) -> int:
-        """For `select` and `poll`. This object buffers no received bytes."""
+        """This object buffers no received bytes, so `select` and `poll` work."""
         return self._sock.fileno()
 
     @property
@@ -121,7 +117,6 @@ class Connection:
         return pickle.loads(self.recv_frame())  # noqa: S301 - the peer has proved that it is of this gang
 
     def send_frame(self, frame: bytes) -> None:
-        """Send bytes as one frame, after the messages that are held."""
         self._send(SIZE.pack(len(frame)) + frame)
 
     def _send(self, data: bytes) -> None:
@@ -130,10 +125,9 @@ class Connection:
             self._sock.sendall(held + data)
 
     def recv_frame(self, only: int | None = None, deadline: float | None = None) -> bytes:
-        """Wait for the next frame, whose content has `only` bytes, until `deadline` (monotonic clock).
+        """Wait until `deadline` (monotonic clock) for a frame, of `only` bytes if given.
 
-        Raises ConnectionRefusedError for another size, EOFError after the connection's end, TimeoutError after the
-        deadline.
+        Raises ConnectionRefusedError for another size, EOFError after the connection's end, and TimeoutError.
         """
         frames = Frames(only)
         while True:
@@ -153,10 +147,7 @@ class Connection:
         return data
 
     def pieces(self, size: int, what: str) -> Iterator[bytes]:
-        """Yield the next `size` bytes, which have no frame.
-
-        EOFError, which names them by `what`: the connection closed early.
-        """
+        """Yield the next `size` bytes, which have no frame. EOFError names the bytes by `what`."""
         left = size
         while left:
             if not (piece := self.read(min(MAX_PIECE, left))):
@@ -203,10 +194,7 @@ def challenge() -> bytes:
 
 
 def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
-    """Check an agent's answer to `challenge`, and return the driver's proof.
-
-    ConnectionRefusedError: the answer is wrong.
-    """
+    """Return the driver's proof. ConnectionRefusedError: the agent's answer is wrong."""
     theirs, proof = answer[:CHALLENGE_SIZE], answer[CHALLENGE_SIZE:]
     if not hmac.compare_digest(proof, _proof(token, AGENT, challenge, theirs)):
         raise ConnectionRefusedError("the caller does not know the gang's token")
@@ -216,8 +204,7 @@ def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
 def introduce(sock: socket.socket, token: bytes) -> Connection:
     """Do the agent's part of the handshake. If it fails, the socket is closed.
 
-    Raises ConnectionAbortedError if the peer hung up before its proof, and ConnectionRefusedError if its proof is wrong
-    or late.
+    Raises ConnectionAbortedError if the peer hung up, and ConnectionRefusedError if its proof is wrong or late.
     """
     connection, begun_at = Connection(sock), time.monotonic()
     try:

@@ -1,7 +1,6 @@
-"""The user's function with its arguments: checks, names, and the pickle that travels to the ranks.
+"""The user's function with its arguments: checks, names, and the pickle that travels from the driver to the ranks.
 
-The driver packs a call, and a rank unpacks it. Scheduler and Dask workers never do. `evaluate` calls the function of an
-evaluation in a rank.
+Scheduler and Dask workers never unpack a call.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.records import numbers
 
 MAX_NAME = 100
-"""Characters of a function's name in a key. Longer names lose their beginning."""
+"""Characters of a function's name in a key, which leaves out the beginning of longer names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,6 @@ def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name, also inside a `partial`."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
@@ -99,7 +97,6 @@ def function_of(called: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def key_of(function: Callable[..., Any]) -> str:
-    """Return a function's name in a form that fits into a path."""
     name = name_of(function).replace("<locals>.", "")
     return re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[-MAX_NAME:].strip("-")
 
@@ -115,8 +112,7 @@ def pack_call(
 ) -> bytes:
     """Pickle a call: the function by name if its module has the function, else (`__main__`, closures) by value.
 
-    `aside` gets the memory of each large array and tensor, which the pickle then lacks. TypeError, which names the
-    part: something cannot be pickled.
+    `aside` gets the memory of each large array and tensor. TypeError names the part that cannot be pickled.
     """
     by_name = _by_name(function)
     try:
@@ -132,7 +128,6 @@ def pack_call(
 
 
 def _by_name(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return module and name if the module has the function under this name."""
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or "<locals>" in qualname or "<lambda>" in qualname:
         return None
@@ -156,13 +151,12 @@ def _can_pickle(value: object) -> bool:
 def unpack_call(
     data: bytes | memoryview, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None
 ) -> Call:
-    """Unpickle a call. `sys.path` must contain the project's sources. For the arguments, see `pickling.loads`."""
+    """Unpickle a call, with the project's sources on `sys.path`. For the arguments, see `pickling.loads`."""
     function, args, kwargs = pickling.loads(data, aside, present)
     return Call(function=_find(*function) if type(function) is tuple else function, args=args, kwargs=kwargs)
 
 
 def _find(module: str, qualname: str) -> Callable[..., Any]:
-    """Return a function by module and name. If the name belongs to a Flyte task, return the task's function."""
     found: Any = import_module(module)
     for name in qualname.split("."):
         found = getattr(found, name)
@@ -189,11 +183,11 @@ def evaluate(function: Callable[..., Any], names: Sequence[str], **inputs: Any) 
 
 
 values: dict[int, Any] = {}
-"""By the number of the call that has returned the value. Empty outside of ranks."""
+"""Values by the number of the call that has returned them, only in ranks."""
 
 
 def kept_value(number: int) -> Any:
-    """Return the value that this rank keeps from a call. Called by pickled references. LookupError: there is none."""
+    """Return a call's value, for pickled references. LookupError: this rank does not keep it."""
     try:
         return values[number]
     except KeyError:

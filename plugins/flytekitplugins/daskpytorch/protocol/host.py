@@ -21,34 +21,32 @@ OTHER_PROTOCOLS = {"s3": "s3a", "gs": "gcs", "abfs": "az", "abfss": "az"}
 @dataclass(frozen=True, kw_only=True)
 class StoragePaths:
     files: "Files"
-    """Of `previous` and `own`."""
     previous: str | None
-    """Checkpoints of the task's previous attempt or call. None: there was none."""
+    """Folder with the checkpoints of the task's previous attempt or call, if any."""
     own: str
-    """For this attempt's checkpoints."""
+    """Folder for this attempt's checkpoints."""
     is_claimed: bool = False
     """Two gangs at the same time may get the same folder, which a gang therefore has to claim."""
     prepare: Callable[[], object] = lambda: None
     """Called by the driver before each write of a whole checkpoint or the manifest. Local runs make room for the
     checkpoint, and models of a sweep store their records."""
     resume: str | None = None
-    """How the user goes on from these checkpoints, for messages. None: the host goes on by itself."""
+    """How the user goes on from these checkpoints, or None if the host goes on by itself."""
     shards: str | None = None
-    """Folder or fsspec URL to which ranks write sharded checkpoints. None: `own`."""
+    """Folder or fsspec URL to which ranks write sharded checkpoints, by default `own`."""
     previous_shards: str | None = None
-    """Folder or fsspec URL of the previous attempt's sharded checkpoints. None: `previous`."""
+    """Folder or fsspec URL of the previous attempt's sharded checkpoints, by default `previous`."""
 
 
 class Execution:
-    """The execution on a host, such as Flyte, that this process is part of. The base class stands for no host."""
+    """What this process is part of on a host, such as Flyte. The base class stands for no host."""
 
     name: str | None = None
-    """Name on the host. `local` in local runs, None without a host."""
+    """Name on the host, `local` in local runs, or None without a host."""
     task: object = None
-    """Identifies the running task, the same object during its whole run. None outside a task."""
+    """Identifies the running task, as one object during its whole run."""
 
     def checkpoint_paths(self, key: str) -> StoragePaths | None:
-        """None if the host keeps no checkpoints."""
         return None
 
     def filesystem(self, uri: str) -> Any:
@@ -56,14 +54,11 @@ class Execution:
         return open_filesystem(uri)
 
     def new_folder(self) -> str | None:
-        """Return the URI of a new folder among the task's outputs. None if the host stores no outputs here."""
+        """Return the URI of a new folder among the task's outputs, or None if the host stores none here."""
         return None
 
     def put_folder(self, folder: "Path", uri: str) -> None:
-        """Upload a folder's files to a URL from `new_folder()`.
-
-        The host's type of error decides about the task's retries.
-        """
+        """Upload to a URL from `new_folder()`. The type of the host's error decides whether the task is retried."""
         raise NotImplementedError
 
     def in_ranks(self) -> "Execution | None":
@@ -71,10 +66,7 @@ class Execution:
         return None
 
     def secret(self, name: Any) -> str:
-        """Return the secret of `flytekit.Secret`'s fields `group`, `key` and `group_version`.
-
-        ValueError if there is none.
-        """
+        """Return a secret by `flytekit.Secret`'s fields `group`, `key` and `group_version`, or raise ValueError."""
         raise ValueError(
             f"there is no secret {name.group}/{name.key}: only a Flyte task has secrets. Outside a task leave "
             "out secret=. The key then comes from WANDB_API_KEY or `wandb login`"
@@ -85,7 +77,7 @@ class RankHost(Protocol):
     """The task's host, such as Flyte, in a rank. The driver pickles this object."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Return a context in which the host's functions work as in a task. Other methods need the context."""
+        """Return a context in which the host's functions, and the other methods, work as in a task."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the task's inputs by name, converted to Python values."""
@@ -98,7 +90,7 @@ class RankHost(Protocol):
 
 
 def open_filesystem(uri: str, **options: Any) -> Any:
-    """Return the fsspec file system of a path or URL, such as `s3://bucket/prefix`. Works beside Flyte 2's SDK, too."""
+    """Return the fsspec file system of a path or URL, also beside Flyte 2's SDK."""
     protocol, is_url, path = uri.partition("://")
     host = path.partition("/")[0]
     # without the path, of which fsspec would take `::` for a chain of file systems
@@ -135,7 +127,7 @@ def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
 
 
 def current_execution() -> Execution:
-    """Return the execution that this process is part of. Imports no host's package."""
+    """Return the execution that this process is part of, without an import of a host's package."""
     executions = [current() for current in _hosts]
     in_task = [each for each in executions if each.task is not None]
     return next(iter([*in_task, *reversed(_known), *executions]), Execution())
@@ -156,7 +148,7 @@ def known_to_threads() -> Iterator[None]:
 
 
 def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
-    """Register a host of tasks, such as Flyte. Each host's module calls this function when it is imported.
+    """Register a host of tasks, as each host's module does at its import.
 
     Of several hosts, `current_execution` takes the one whose task runs here, else the newest. With `is_last`, this host
     replaces all others, also those that register later.
@@ -170,7 +162,6 @@ def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
 
 
 _known: list[Execution] = []
-"""Those whose `with known_to_threads()` runs, the newest last."""
 _hosts: list[Callable[[], Execution]] = []
 _has_last = False
 
@@ -186,7 +177,7 @@ running: weakref.WeakSet[Preemptible] = weakref.WeakSet()
 
 
 def preempt_all(reason: str) -> bool:
-    """Make all gangs of this process save a checkpoint and end. Return False if there are none."""
+    """Preempt all gangs of this process. Return False if there are none."""
     present = list(running)
     for preemptible in present:
         preemptible.preempt(reason)
@@ -198,31 +189,28 @@ def preempt_all(reason: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOrder:
-    """With which an agent starts and finds its driver."""
-
     worker: str = ""
     """The worker's address, except for local workers. Empty before the launch."""
     driver: tuple[str, int]
     token: bytes = field(repr=False)
-    """Agent and driver authenticate each other by this secret of the gang."""
     num_gpus: int = 0
-    """In the worker's resource limits. 0: unknown."""
+    """The worker's limit, or 0 if unknown."""
     folder: Path | None = None
-    """The driver's folder. An agent that can reach the folder puts checkpoints there instead of sending them."""
+    """The driver's folder, where an agent that can reach it puts checkpoints instead of sending them."""
 
 
 OnFailure = Callable[[str, Exception], None]
-"""For an agent that did not start or raised an error. Arguments: worker and error."""
+"""Gets worker and error of an agent that did not start or raised an error."""
 
 
 class AgentLauncher(Protocol):
-    """Starts agents, one per worker, on a Dask cluster or another kind of workers.
+    """Starts agents, one per worker, on a Dask cluster or other workers.
 
-    The methods' defaults fit workers that are always present.
+    The defaults fit workers that are always present.
     """
 
     workers: Sequence[str]
-    """Of the first attempt (names for users), in rank order."""
+    """Workers of the first attempt (names for users), in rank order."""
     num_wanted: int
     host: str
     """IP address at which the workers can reach the driver."""
@@ -231,23 +219,18 @@ class AgentLauncher(Protocol):
         """Start an agent for each order, without waiting for the agents."""
 
     def present(self) -> Sequence[str]:
-        """Return all present workers (names for users), also those outside the gang.
-
-        OSError: the scheduler does not answer.
-        """
+        """Return all present workers, also those outside the gang. OSError: the scheduler does not answer."""
         return self.workers
 
     @property
     def scheduler(self) -> str | None:
-        """Address of the workers' Dask scheduler."""
         return None
 
     def is_connected(self) -> bool:
-        """Always True on one node, which has no scheduler."""
         return True
 
     def beside(self) -> "AgentLauncher | None":
-        """Return a launcher for a gang that evaluates beside this one. None: no worker is free. OSError: no answer."""
+        """Return a launcher for a gang that evaluates beside this one, if there is a worker. OSError: no answer."""
         return self
 
     def title(self, worker: str) -> str:
@@ -255,9 +238,9 @@ class AgentLauncher(Protocol):
         return worker
 
     def hindrance(self) -> str:
-        """Return the reason for missing workers, to append to a message. Empty if unknown."""
+        """Return the reason for missing workers, to append to a message."""
         return ""
 
     def close(self) -> None:
-        """Release the launched agents. Each agent ends when its connection to the driver closes."""
+        """Release the agents, each of which ends when its connection to the driver closes."""
         return

@@ -21,45 +21,38 @@ from flytekitplugins.daskpytorch.settings import Gang
 STOPPED = 143
 """Exit code of a rank that ended on an order to stop: 128 + SIGTERM, as in shells."""
 DUMP_SIGNAL = signal.SIGQUIT
-"""A rank writes its main thread's stack to a file on this signal. Users may send it by hand."""
+"""Makes a rank write its main thread's stack to a file, also if a user sends it by hand."""
 AUTO_PULSE = 10.0
-"""Seconds between two reports of signs of life, with `hang_timeout="auto"`. Reports at this interval do not slow down
-training steps."""
+"""Seconds between two reports of signs of life with `hang_timeout="auto"`, which do not slow down training steps."""
 MAX_STACKS = 64 << 10
-"""Bytes that are read from a rank's stack file."""
 Key = str | tuple[Any, ...]
-"""Dask's key of a partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Settings of an attempt that all ranks share. The user's objects are bytes here."""
+    """An attempt's settings for all ranks, with the user's objects as bytes."""
 
     gang: str
     attempt: int
-    """Each attempt has a new rendezvous store."""
     call: bytes | None
-    """Pickled. Empty if `large` has the call. None: the ranks stay, and get calls."""
+    """The pickled call. Empty if `large` has the call, None if the ranks stay and get calls."""
     large: Address | None = None
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None
-    """Host and port of the rendezvous store in rank 0. None for a single rank without a store."""
+    """Host and port of the rendezvous store in rank 0, or None for a single rank without a store."""
     settings: Gang = field(default_factory=Gang)
-    """Without observers and the function of `gpu_check`. The chosen backend is `Job.backend`, not
-    `settings.backend`."""
+    """Without observers and the function of `gpu_check`, and with the backend that the user asked for."""
     gpu_check: bytes | None = None
-    """The pickled function of `Gang(gpu_check=...)`."""
     checkpoint: CheckpointFile | None = None
-    """From which the attempt starts. None for a fresh start or a sharded checkpoint."""
+    """None for a fresh start or a sharded checkpoint."""
     sharding: Sharding = field(default_factory=lambda: Sharding(base="", nonce=""))
     kept: Sequence[SavedCheckpoint] = ()
-    """Checkpoints that the gang keeps at the attempt's start."""
     storage: str | None = None
     """Folder to which the driver uploads checkpoints."""
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
-    """Pickled `RankHost`, which converts a Flyte task's inputs and outputs. None for gangs of `dispatch`."""
+    """Pickled `RankHost`, which converts a Flyte task's inputs and outputs, or None for gangs of `dispatch`."""
     execution: bytes | None = field(default=None, repr=False)
     """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage. May hold secrets."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -71,7 +64,7 @@ class Job:
 
     @property
     def pulse(self) -> float | None:
-        """Seconds between two reports of a rank's signs of life. None without a hang timeout."""
+        """Seconds between two reports of a rank's signs of life."""
         timeout = self.settings.hang_timeout
         if timeout is None:
             return None
@@ -83,7 +76,7 @@ class WorkerData:
     """How a rank, and the processes that it starts, reach the node's Dask worker."""
 
     address: str
-    """The abstract Unix socket at which the worker answers ranks."""
+    """Abstract Unix socket at which the worker answers ranks."""
     token: bytes = field(repr=False)
     """Sent first, as proof that the process is a rank beside this worker."""
     guide: str
@@ -91,16 +84,12 @@ class WorkerData:
     stand-in."""
 
     def worker(self) -> Any:
-        """Return this process's stand-in for the worker, with a Dask client."""
         return importlib.import_module(self.guide).worker_of(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """An agent's second message to a rank, after the environment variables.
-
-    If the rank serves the rendezvous store (`serves_store`), the store's listening socket follows.
-    """
+    """An agent's second message to a rank, after the environment variables, and before the socket of a store."""
 
     place: Place
     job: Job
@@ -109,12 +98,11 @@ class RankOrder:
     scratch: str
     """The agent's folder, where the rank reads and writes checkpoints."""
     driver_folder: str | None = None
-    """For a large return value. None on other machines than the driver's."""
+    """Folder for a large return value on the driver's machine."""
     directory: str
     path: Sequence[str]
     """The agent's `sys.path`, behind the folders in the gang's `PYTHONPATH`."""
     data: WorkerData | None = None
-    """For partitions that the node's Dask worker holds."""
 
     @property
     def serves_store(self) -> bool:
@@ -146,7 +134,6 @@ def environment(
         "TORCHELASTIC_RUN_ID": job.gang,
         "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.settings.max_restarts),
-        # File to which torch's `record` writes an exception.
         "TORCHELASTIC_ERROR_FILE": str(scratch / f"error-{place.local_rank}.json"),
         "CUDA_VISIBLE_DEVICES": ",".join(place.visible_gpus),
     }
@@ -168,10 +155,8 @@ def _own_store() -> tuple[str, int]:
 
 
 def log_folder(settings: Gang, gang: str) -> Path | None:
-    """Return the folder of a gang's log files on this machine."""
     return Path(settings.log_dir).expanduser().absolute() / gang if settings.log_dir is not None else None
 
 
 def stacks_path(scratch: Path, place: Place) -> Path:
-    """Return the file to which a rank's signal handler writes its stacks."""
     return scratch / f"stacks-{place.local_rank}"

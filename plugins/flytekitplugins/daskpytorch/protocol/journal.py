@@ -33,7 +33,7 @@ OUTCOMES: Mapping[type[BaseException], str] = {
     CancelledError: "cancelled",
     StoppedEarlyError: "stopped early",
 }
-"""By the error that ended a gang or a call. Other errors: failed."""
+"""Outcomes by the error that ended a gang or a call, which otherwise has failed."""
 ODD_NUMBERS = ("nan", "inf", "-inf")
 
 
@@ -113,13 +113,12 @@ class End:
     word: str = "done"
     """`done`, `stopped early`, `interrupted` (Ctrl-C, a preemption), `cancelled` or `failed`."""
     text: str = ""
-    """Message of the error, of its cause if there is one. Empty after a success."""
+    """Message of the error, or of its cause if there is one."""
     error: str = ""
-    """Class of the error. Empty after a success."""
+    """Class of the error."""
 
     @classmethod
     def of(cls, error: BaseException | None) -> End:
-        """None: success."""
         if error is None:
             return cls()
         word = next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), "failed")
@@ -127,7 +126,6 @@ class End:
 
     @property
     def is_failure(self) -> bool:
-        """An error that nobody asked for."""
         return self.word == "failed"
 
 
@@ -149,44 +147,38 @@ class Began(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """From a checkpoint of an earlier attempt or run. Comes before `Placed`."""
+    """The gang goes on from a checkpoint of an earlier attempt or run. Comes before `Placed`."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed(Event):
-    """All agents have connected, and the ranks start. Comes again at each restart."""
+    """All agents have connected, and the ranks start, at first or again."""
 
     shape: Shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formed(Event):
-    """All ranks have joined the process group."""
-
     seconds: float
-    """Since the call that asked for the gang. After a restart, since the attempt's start."""
+    """Since the call that asked for the gang, or since a restarted attempt's start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calling(Event):
-    """The ranks of a gang that stays begin a call."""
-
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Called(Event):
-    """The call has ended in all ranks."""
-
     name: str
     end: End = field(default_factory=End)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrote(Event):
-    """A rank's standard output or error. Not in the journal's file."""
+    """Not in the journal's file."""
 
     rank: int
     lines: list[str]
@@ -215,14 +207,14 @@ class Listed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Used(Event):
-    """At most every two seconds for each rank."""
+    """Comes at most every two seconds for each rank."""
 
     usage: RankUsage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accounted(Event):
-    """At most every two seconds, and a last time before `Ended`."""
+    """Comes at most every two seconds, and a last time before `Ended`."""
 
     goodput: Goodput
 
@@ -238,9 +230,9 @@ class Prompted(Event):
 class Restarted(Event):
     reason: str
     step: int | None
-    """Of the checkpoint from which the gang goes on. None: from the beginning."""
+    """Step of the checkpoint from which the gang goes on, or None from the beginning."""
     kind: str | None = None
-    """As `GangError.kind`. None: the gang grows, and nothing has failed."""
+    """Kind of the failure, as `GangError.kind`, or None if the gang grows and nothing has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +241,7 @@ class Noted(Event):
 
     text: str
     gang: str = ""
-    """Function with whose name the line begins. Empty: the text is the whole line."""
+    """Function with whose name the line begins, or empty if the text is the whole line."""
     is_hint: bool = False
 
     @property
@@ -268,12 +260,10 @@ class Ended(Event):
 
     @classmethod
     def by(cls, error: BaseException | None) -> Ended:
-        """None: success."""
         return cls(end=End.of(error), error=error)
 
 
 KINDS: Mapping[str, type[Event]] = {kind.__name__.lower(): kind for kind in Event.__subclasses__()}
-"""By their name in JSON."""
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
@@ -302,7 +292,7 @@ def plain(value: Any) -> Any:
 
 
 def event_of(fields: Mapping[str, Any]) -> Event:
-    """ValueError: the object is no event of this version."""
+    """Return an event, or raise ValueError for what is no event of this version."""
     try:
         moment = datetime.fromisoformat(fields["time"])
         event: Event = _decoder(fields["event"])({**fields, "time": moment.timestamp()})

@@ -26,7 +26,6 @@ from flytekitplugins.daskpytorch.records import LogRecord, RankUsage, SavedCheck
 @dataclass(frozen=True, kw_only=True)
 class NextCall:
     number: int
-    """From 1 in each gang."""
     call: bytes = field(repr=False)
     """Empty if `large` has the call."""
     code: Code | None = field(default=None, repr=False)
@@ -42,7 +41,6 @@ class EndCall:
 
     number: int
     at: int
-    """Number of the collective after which the rank leaves the call."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,17 @@ class Forget:
 
 @dataclass(frozen=True)
 class Finish:
-    """The gang closes: the rank runs no more calls and returns."""
+    """The gang closes, so that the rank runs no more calls."""
 
 
 CallOrder = NextCall | Forget | Finish
-"""Followed one after the other by the rank's main thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallEnded:
     number: int
     value: bytes | None = field(default=None, repr=False)
-    """Pickled. None if sent in pieces, or after a failure."""
+    """None if sent in pieces, or after a failure."""
     failure: Failure | None = None
 
 
@@ -73,27 +70,30 @@ class CallEnded:
 
 
 class Question(enum.Enum):
-    """`about` and the answer are None if the kind names none."""
+    """Questions of the driver to all ranks (STACKS to HALT), and of ranks.
+
+    `about` and the answer are None if not named.
+    """
 
     STACKS = enum.auto()
-    """Driver to ranks. `about`: True if the rank also writes its stacks to its log. Answer: `Located`."""
+    """`about`: True if the rank also writes its stacks to its log. Answer: `Located`."""
     COLLECTIVES = enum.auto()
-    """Driver to ranks, about the newest ones. Answer: `Recalled`, or None if torch does not record them."""
+    """Answer: `Recalled` with the newest ones, or None if torch does not record them."""
     HOLD = enum.auto()
-    """Driver to ranks: block in the next `should_stop`. `about`: signal that may be passed to the rank's program, or
-    None. Answer: number of calls so far, and whether the program handles the signal."""
+    """Ranks block in the next `should_stop`. `about`: signal that may be passed to the rank's program, or None. Answer:
+    number of calls so far, and whether the program handles the signal."""
     HALT = enum.auto()
-    """Driver to ranks: halt in a staying gang's call. `about`: the call's number. Answer: number of the collective
-    after which the rank can leave it, or 0 if unknown."""
+    """Ranks halt in a staying gang's call, whose number is `about`. Answer: number of the collective after which the
+    rank can leave the call, or 0 if unknown."""
     GOODPUT = enum.auto()
-    """A rank's. Answer: `Goodput`."""
+    """Answer: `Goodput`."""
     CHECKPOINT = enum.auto()
-    """A rank's, for a whole checkpoint on its node. `about`: its step, or None for the best. Answer: `CheckpointFile`
-    or None. Number 0, unasked: the attempt's start."""
+    """A whole checkpoint on the rank's node. `about`: its step, or None for the best. Answer: `CheckpointFile` or None.
+    Number 0, unasked, is the attempt's start."""
     SHARDED = enum.auto()
-    """A rank's. `about`: as for CHECKPOINT. Answer: `ShardedCheckpoint` or None."""
+    """As CHECKPOINT. Answer: `ShardedCheckpoint` or None."""
     ARGUMENTS = enum.auto()
-    """A call's large arguments for the rank's node, unasked. The number is that of a staying gang's call, else 0.
+    """A call's large arguments, unasked, on the rank's node. The number is that of a staying gang's call, else 0.
     Answer: `Address`."""
 
 
@@ -101,8 +101,7 @@ class Question(enum.Enum):
 class Ask:
     question: Question
     number: int
-    """From 1. The driver counts all its questions of an attempt, a rank those of one kind. The answer repeats the
-    number."""
+    """Repeated by the answer. The driver counts all its questions of an attempt from 1, a rank those of one kind."""
     about: Any = None
 
 
@@ -120,18 +119,15 @@ class Located:
     """Answer to `Question.STACKS`."""
 
     num_collectives: int
-    """Collectives that the rank has entered."""
     stacks: str
-    """Of all threads."""
     num_moves: int
-    """The rank's signs of life so far."""
 
 
 # ---- Reports from a rank to the driver, which its agent passes on without unpickling, except signs of life
 
 
 NUM_MOVES = struct.Struct("!Q")
-"""A report with nothing but the number of signs of life. Agents recognise it by its size: all pickled reports are
+"""A report with nothing but the number of signs of life, known to agents by its size: all pickled reports are
 longer."""
 
 
@@ -142,12 +138,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class Spent:
-    """The rank's time since it joined the process group."""
+    """The time of a rank's main thread since it joined the process group."""
 
     seconds: Mapping[str, float]
-    """By the field's name in `Goodput`, such as `stepping`. Of the main thread."""
+    """Keys are names of `Goodput`'s fields."""
     step: int | None = None
-    """Step of the checkpoint whose save ends the account. None: until this report."""
+    """Step of the checkpoint whose save ends the account, or None if this report does."""
     is_last: bool = False
 
 
@@ -156,9 +152,8 @@ class Noted:
     """The driver shows the note to the user."""
 
     text: str
-    """Shown after the words `rank N`."""
     hint: str = ""
-    """Kind of a likely mistake in the function. The driver shows one note of each kind."""
+    """Kind of a likely mistake in the function, of which the driver shows one note."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +161,9 @@ class Debugged:
     """The rank is in a debugger, in which it cannot count as hung, or has left the prompt."""
 
     state: str = ""
-    """Shown after the words `rank N`. Empty: the rank has left the prompt."""
+    """Reason after the words `rank N`, or empty if the rank has left the prompt."""
     folder: str | None = None
-    """The agent's folder, in which the driver may attach its terminal. None: it must not."""
+    """The agent's folder if the driver may attach its terminal there."""
     needs_terminal: bool = False
     steps: bool = False
     """The rank has left the prompt, and soon shows its next one, as after `next`."""
@@ -179,7 +174,6 @@ class Returned:
     value: object = None
     """None if sent in pieces, or if the training is unfinished."""
     stopped_early: bool = False
-    """The rank's `should_stop` had returned True before."""
 
 
 ShortReport = (
@@ -213,7 +207,6 @@ Report = ShortReport | Piece
 
 
 def unpack(data: bytes) -> list[Report]:
-    """Return the reports in a rank's message: the pickle of one report, or of a list of log records."""
     reports = pickle.loads(data)  # noqa: S301 - from the gang's own rank, over its agent's connection
     return reports if isinstance(reports, list) else [reports]
 
@@ -223,18 +216,15 @@ def unpack(data: bytes) -> list[Report]:
 
 @dataclass(frozen=True)
 class Release:
-    """Unblocks `should_stop`."""
+    """Unblocks `should_stop`, whose later calls than `last_call` return True."""
 
     last_call: int
-    """Later calls of `should_stop` return True."""
     signal: int | None = None
-    """For a program that has never called `should_stop`. None: no signal."""
+    """Signal for a program that has never called `should_stop`."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The checkpoints that the gang keeps now."""
-
     checkpoints: Sequence[SavedCheckpoint]
 
 
@@ -245,10 +235,8 @@ class Leave:
 
 @dataclass(frozen=True)
 class Quit:
-    """The rank exits at once."""
-
     reason: str | None
-    """Reason to stop a training that did not fail, for rank 0's observers. None after a failure."""
+    """Reason to stop a training that did not fail, or None after a failure."""
     grace: float
     """Seconds after which the agent kills the rank."""
 
@@ -281,8 +269,6 @@ class Reported:
 
 @dataclass(frozen=True)
 class Lines:
-    """Written by a rank to its standard output and error."""
-
     rank: int
     lines: list[str]
 
@@ -292,14 +278,12 @@ class Exited:
     rank: int
     exitcode: int
     stopped: bool
-    """The agent had stopped the rank."""
     out_of_memory: bool
     log_tail: str
     time: float
     watchdog: str = ""
     """Log line in which torch's NCCL watchdog gave the reason to abort the rank."""
     log_folder: str = ""
-    """On the rank's machine. Empty without log files."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +299,7 @@ class Sent:
 
     file: CheckpointFile
     failure: str | None = None
-    """Why the agent cannot send the file. None: the driver's folder has a link to it."""
+    """Why the agent cannot send the file, or None if the driver's folder has a link to it."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +317,6 @@ class Stacks:
 
 
 FromAgent = Hello | Reported | Lines | Exited | Broken | Sent | Leaving | Stacks
-"""All messages of an agent except heartbeats."""
 
 
 # ---- ... and to it
@@ -341,8 +324,6 @@ FromAgent = Hello | Reported | Lines | Exited | Broken | Sent | Leaving | Stacks
 
 @dataclass(frozen=True)
 class Start:
-    """The agent starts a rank for each place."""
-
     job: Job
     code: Code
     places: list[Place]
@@ -350,19 +331,17 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """The agent stops all its ranks."""
-
     grace: float
     """Seconds after which the agent kills the ranks."""
     main_grace: float
     """Seconds for rank 0, which may have trackers to close."""
     reason: str | None = None
-    """Reason to stop a training that did not fail. None after a failure."""
+    """Reason to stop a training that did not fail, or None after a failure."""
 
 
 @dataclass(frozen=True)
 class Tell:
-    """The agent passes `order` on to each of its ranks."""
+    """The agent passes the order on to each of its ranks."""
 
     order: OrderToAll
 
@@ -376,23 +355,22 @@ class Dump:
 
 @dataclass(frozen=True)
 class Fetch:
-    """The agent uploads a checkpoint to the driver, over a separate connection."""
+    """The agent uploads the file over a separate connection."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Bring:
-    """The agent downloads the answer's checkpoint or arguments, and then gives its ranks the answer."""
+    """The agent downloads the checkpoint or arguments, and then gives its ranks of this attempt the answer."""
 
     answer: Answer
     attempt: int
-    """The attempt whose ranks get the answer."""
 
 
 @dataclass(frozen=True)
 class Close:
-    """The gang is over: the agent ends."""
+    """The gang is over, and the agent ends."""
 
 
 ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
@@ -403,14 +381,14 @@ ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
 
 @dataclass(frozen=True)
 class Upload:
-    """From the agent. The file's bytes follow."""
+    """Sent by the agent before the file's bytes."""
 
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Download:
-    """From the agent. The driver sends the bytes."""
+    """Sent by the agent, which then receives the file's bytes."""
 
     file: CheckpointFile | None
-    """None: the large arguments of the user's call."""
+    """None stands for the large arguments of the user's call."""

@@ -183,7 +183,6 @@ class _Called:
     """Observers that are called together. One that fails is left out from then on."""
 
     stopped_early: StoppedEarlyError | None = None
-    """An observer's first request to stop the gang early."""
 
     def __init__(self, observers: Iterable[object] = ()) -> None:
         self._observers: list[Any] = list(observers)
@@ -192,7 +191,7 @@ class _Called:
         return bool(self._observers)
 
     def call(self, method: str, *args: object) -> None:
-        """Call a method of all observers. The first `StoppedEarlyError` becomes `stopped_early`."""
+        """Call a method of all observers, and keep the first `StoppedEarlyError` as `stopped_early`."""
         for observer in self._observers:
             try:
                 getattr(observer, method)(*args)
@@ -219,8 +218,6 @@ class RankObservers(_Called):
 
 
 class Observers(_Called):
-    """The observers of one gang, in the driver."""
-
     def __init__(
         self,
         observers: Iterable[Observer] = (),
@@ -244,19 +241,17 @@ class Observers(_Called):
         self.tell(journal.Noted(text=text, gang=self._name))
 
     def remind(self, text: str) -> None:
-        """Send a line about the gang's wait, at most every `NOTICE_INTERVAL`."""
         if self._now() - self._noticed_at >= NOTICE_INTERVAL:
             self._noticed_at = self._now()
             self.note(text)
 
     def hint(self, kind: str, text: str) -> None:
-        """Send a hint for the user, once for each kind, unless `Gang(hints=False)`."""
+        """Send a hint, once for each kind, unless `Gang(hints=False)`."""
         if self._hints and kind not in self._hints_given:
             self._hints_given.add(kind)
             self.tell(journal.Noted(text=text, gang=self._name, is_hint=True))
 
     def for_rank(self) -> list[bytes]:
-        """Return the pickled factories of the observers' parts in rank 0."""
         parts = []
         for observer in self._observers:
             try:

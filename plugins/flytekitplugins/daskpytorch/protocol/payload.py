@@ -1,17 +1,16 @@
 """Large calls, return values and submitted files, on their way between the driver and the ranks.
 
 A pickled value has parts: the pickle, and the memory of each large array and tensor (`pickler.put_apart`). A large
-call, or return value on the driver's machine, is a file with these parts, which the receiver maps into its memory.
-Writes to mapped memory stay private to their process.
+call, or return value on the driver's machine, is a file with these parts, which the receiver maps: its writes stay
+private.
 
-A call's file is anonymous memory (`memfd_create`). The driver or an agent fills the file, and the node's ranks open it
-through the keeper's `/proc/PID/fd` and map it. The memory lives while a process has the file open or mapped.
+A call's file is anonymous memory (`memfd_create`) of the driver or an agent, the keeper. The node's ranks map it
+through `/proc/PID/fd`. It lives while a process has it open or mapped.
 
-A return value's file is in the driver's folder. The rank writes the file. The driver maps the file and deletes its name
-at once. So no file remains, however the processes end.
+A rank writes its return value to the driver's folder. The driver maps the file and deletes its name at once, so that no
+file remains, however the processes end.
 
-Return values from other machines, and submitted files, travel in pieces: from a rank through its agent to the driver.
-Agents only relay the pieces.
+Return values from other machines, and submitted files, travel in pieces, which agents only relay.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from typing import IO, Self
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 PIECE_SIZE = 1 << 20
-"""Bytes. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
+"""Bytes that an agent relays in milliseconds, which delays other ranks and heartbeats only briefly."""
 SMALL_SIZE = 1 << 16
 """Bytes of a pickled return value that a rank sends whole, within its report."""
 Segment = tuple[int, int]
-"""Start and size of a part in a file, in bytes. Starts are multiples of the page size."""
+"""Start of a part in a file, a multiple of the page size, and its size in bytes."""
 Bytes = bytes | memoryview
 
 
@@ -41,7 +40,7 @@ Bytes = bytes | memoryview
 
 
 def write_parts(file: IO[bytes], parts: Sequence[Bytes]) -> tuple[Segment, ...]:
-    """Write the parts to an empty file, each at the start of a memory page. OSError: for example, the disk is full."""
+    """Write the parts, each at the start of a memory page. OSError: for example, the disk is full."""
     segments: list[Segment] = []
     for part in parts:
         start = -(-file.tell() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -64,11 +63,8 @@ class Address:
 
     name: str
     pid: int
-    """The keeper's."""
     descriptor: int
-    """The keeper's file descriptor of the memory."""
     segments: tuple[Segment, ...]
-    """Places of the call's parts, in order."""
 
     @property
     def path(self) -> Path:
@@ -77,12 +73,11 @@ class Address:
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return max((start + size for start, size in self.segments), default=0)
 
     @property
     def is_here(self) -> bool:
-        """This machine has the memory. Elsewhere the process ID is unused or belongs to another process."""
+        """Elsewhere the process ID is unused or belongs to another process."""
         try:
             return str(self.path.readlink()).startswith(f"/memfd:{self.name} ")
         except OSError:
@@ -95,25 +90,17 @@ class Address:
 
 
 class SharedMemory:
-    """Shared memory with the parts of a call, which this process keeps for others.
-
-    Deletion of this object frees the memory, unless other processes map the memory.
-    """
+    """Keeps the parts of a call for other processes. Memory that they map outlives this object."""
 
     def __init__(self, parts: Sequence[Bytes] = ()) -> None:
-        """Copy the parts into new memory. OSError: too many open files, or too little memory."""
         self._name = f"daskpytorch-{uuid.uuid4().hex}"
         self._file = os.fdopen(os.memfd_create(self._name), "wb")
         self._segments = write_parts(self._file, parts)
         self.close = weakref.finalize(self, self._file.close)
-        """Closes the memory's file before the deletion of this object."""
 
     @classmethod
     def received(cls, connection: Connection, original: Address) -> Self:
-        """Receive a copy of shared memory whose keeper sends the content.
-
-        EOFError or OSError: incomplete, or no memory.
-        """
+        """Receive a copy from the keeper. EOFError or OSError: it is incomplete, or memory is short."""
         memory = cls()
         for piece in connection.pieces(original.size, "the call's large arguments"):
             memory._file.write(piece)
@@ -134,19 +121,19 @@ class Piece:
     """A piece of a return value or of a submitted file. A rank's pieces arrive in order, one value after the other."""
 
     path: str | None
-    """Relative to the results' folder. Empty: the task's folder must exist. None for a return value."""
+    """Path in the results' folder (empty if only the task's folder must exist), or None for a return value."""
     data: bytes
     is_first: bool
     is_last: bool
     file: str | None = None
-    """File with the whole return value. None if the pieces' data has it."""
+    """File with the whole return value, unless the pieces' data has it."""
     segments: tuple[Segment, ...] = ()
     """Places of the return value's parts in `file`, given with the last piece. Without a file only their sizes count,
     and each piece belongs to one part."""
 
 
 def cut(path: str, data: bytes) -> Iterator[Piece]:
-    """Yield the pieces of a submitted file. An empty file has one empty piece."""
+    """Yield at least one piece, also for an empty file."""
     return _cut(path, [data])
 
 

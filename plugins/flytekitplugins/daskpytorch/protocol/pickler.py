@@ -1,9 +1,8 @@
 """Pickles of classes and exceptions, for the ways from the driver to its ranks and back.
 
-A class of `__main__`, or of a function, is pickled by value: as an empty class that is filled afterwards. Cloudpickle
-makes the empty class by a class statement without the class's body and keywords. The script's metaclass,
-`__init_subclass__` and `Enum` would run once more, and fail or register the class twice. So the empty class is made
-without them. What they have done to the class comes with its attributes.
+A class of `__main__`, or of a function, is pickled as an empty class that is filled afterwards. Cloudpickle makes it by
+a class statement without body and keywords: the script's metaclass, `__init_subclass__` and `Enum` would run once more,
+and fail or register the class twice. So it is made without them.
 
 On the way back, a class that the driver has sent is a reference: the driver's own class stays as it is.
 """
@@ -28,7 +27,6 @@ from cloudpickle import cloudpickle as parts  # cloudpickle 3.0 to 3.1
 from tblib.pickling_support import pickle_traceback
 
 Reduced = tuple[Any, ...]
-"""As `__reduce_ex__` returns it."""
 HEAP_TYPE, IMMUTABLE_TYPE = 1 << 9, 1 << 8
 """Flags of classes: made by Python code; cannot be changed."""
 LARGE = 1 << 20
@@ -72,7 +70,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def reduce_class(self, cls: type) -> Reduced:
-        """Reduce a class that no module has."""
         if cls in _RECEIVED and cls.__module__ == "__main__" and "<locals>" not in cls.__qualname__:
             return _class_of_driver, (parts._get_or_create_tracker_id(cls), cls.__qualname__)
         return class_by_value(cls)
@@ -107,7 +104,6 @@ def _is_by_value(cls: type) -> bool:
 
 
 def class_by_value(cls: type) -> Reduced:
-    """Reduce a class with its attributes."""
     kind, name, _, given, tracker_id, _ = parts._class_getnewargs(cls)
     given |= {key: vars(cls)[key] for key in ("__slots__", "__orig_bases__") if key in vars(cls)}
     given["__qualname__"] = cls.__qualname__
@@ -162,7 +158,7 @@ def _fill(cls: type, attributes: dict[str, Any]) -> None:
 
 
 def _class_of_driver(tracker_id: str, name: str) -> Any:
-    """Return the class that this process has sent. If it is gone, return `__main__`'s class of that name."""
+    """Return the class that this process has sent, or `__main__`'s class of that name if it is gone."""
     known = parts._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     return functools.reduce(getattr, name.split("."), import_module("__main__")) if known is None else known
 

@@ -1,11 +1,11 @@
 """Pickles of the user's objects. Definitions of `__main__` are pickled by value, and the rank's `__main__` gets them.
 
-A class that is unpickled by value belongs to no module, so that plain `pickle` cannot name the class.
-`all_gather_object`, `torch.save` and DataLoader workers need a name. So unpickled functions have the namespace of the
-rank's `__main__` as their globals. All definitions that a pickle reaches are put there by name.
+A class that is unpickled by value belongs to no module, but `all_gather_object`, `torch.save` and DataLoader workers
+need a name. So unpickled functions have the rank's `__main__` as their globals, which gets all definitions that a
+pickle reaches.
 
-Some objects of libraries hold the driver's rank and world size. The driver's `Accelerator`, for example, counts one
-process. With a copy, each rank would train separately. Ranks get other objects in their place, or an error.
+Some objects of libraries, such as an `Accelerator`, hold the driver's world size of one. With a copy, each rank would
+train separately. Ranks get other objects in their place, or an error.
 """
 
 import copyreg
@@ -28,7 +28,7 @@ INTERPRETERS = (
     *("sys.path_importer_cache", "sys.stdin", "sys.stdout", "sys.warnoptions", "threading._main_thread"),
     *("torch.default_generator", "warnings.filters"),
 )
-"""Each process has its own, which a rank uses. `from random import random` is a method of `_inst`."""
+"""Objects that each process has of its own. `from random import random` is a method of `_inst`."""
 REFUSED = {
     ("accelerate.accelerator", "Accelerator"),
     ("accelerate.data_loader", "DataLoaderDispatcher"),
@@ -40,14 +40,14 @@ REFUSED = {
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
 }
-"""Classes (module, name) whose objects ranks refuse, as no public call changes the driver's world size in them. A
-Lightning `Trainer` is refused later, when it trains."""
+"""Classes whose objects ranks refuse, as no public call changes the driver's world size in them. A Lightning `Trainer`
+is refused later, when it trains."""
 
 
 def dumps(value: object, max_size: int | None = None, aside: list[memoryview] | None = None) -> bytes:
     """Pickle a value, with all definitions of `__main__` that it reaches. OverflowError: more than `max_size` bytes.
 
-    `aside` gets the memory of each large array and tensor. None leaves all memory in the pickle.
+    `aside` gets the memory of each large array and tensor.
     """
     file = io.BytesIO() if max_size is None else _Bounded(max_size)
     pickler = _Pickler(file, max_size, aside)
@@ -57,10 +57,10 @@ def dumps(value: object, max_size: int | None = None, aside: list[memoryview] | 
 
 
 def loads(data: bytes | memoryview, aside: Iterable[memoryview] = (), present: Mapping[str, Any] | None = None) -> Any:
-    """Return the value of a pickle from `dumps`, and put the pickled definitions into this process's `__main__`.
+    """Return the value of a pickle, and put the pickled definitions into this process's `__main__`.
 
-    `aside` is what `dumps` has put aside, in order. The value uses this memory without a copy. Names of `__main__` in
-    `present` (None: all) keep their values: functions that use `__file__` bring the driver's.
+    The value uses the memory in `aside`, in the order of `dumps`, without a copy. Names in `present` (None: all of
+    `__main__`) keep their values: functions that use `__file__` bring the driver's.
     """
     namespace = vars(sys.modules["__main__"])
     present = dict(namespace) if present is None else present
@@ -74,7 +74,6 @@ def loads(data: bytes | memoryview, aside: Iterable[memoryview] = (), present: M
 
 
 def definitions() -> dict[str, Any]:
-    """Return the classes and functions that `__main__` itself defines."""
     namespace = vars(sys.modules["__main__"])
     return {name: value for name, value in list(namespace.items()) if _name_in_main(value) == name}
 
@@ -82,8 +81,7 @@ def definitions() -> dict[str, Any]:
 def spare_parts(max_size: int) -> Mapping[str, bytes]:
     """Pickle each class of `__main__` by itself, for ranks that load files with its objects.
 
-    The pickled call already holds the classes that it uses. Classes of more than `max_size` bytes, and those that
-    cannot be pickled, are left out.
+    Classes of more than `max_size` bytes, and those that cannot be pickled, are left out.
     """
     parts = {}
     for name, value in definitions().items():
@@ -115,10 +113,9 @@ class _Pickler(Pickler):
             done |= new
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object, and record it if `__main__` defines it.
+        """Pickle modules with a custom class by name.
 
-        Modules with a custom class are pickled by name. Such a module is `torch.classes`, which cloudpickle adds to
-        every function that uses `torch` and an attribute `classes`.
+        Cloudpickle adds `torch.classes` to functions with torch and an attribute `classes`.
         """
         if (name := _name_in_main(obj)) is not None:
             self._reached.add(name)
@@ -148,11 +145,11 @@ class _Pickler(Pickler):
         return make, args, (state, slots | {"__globals__": self._by_name(slots["__globals__"])}), *rest
 
     def _by_name(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Put names in place of the interpreter's objects. Pickle itself copies lists and dicts."""
+        """Put names in place of the interpreter's objects, since pickle itself copies lists and dicts."""
         return {name: self._interpreters.get(id(value), value) for name, value in values.items()}
 
     def _reduce_named(self, obj: Any) -> Any:
-        """Reduce by value an object that pickle would look up in `__main__`, which starts empty in a rank."""
+        """Reduce by value what pickle would look up in `__main__`, which starts empty in a rank."""
         own: Any = type(obj)
         if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
             return NotImplemented
@@ -211,7 +208,7 @@ def _main_namespace() -> dict[str, Any]:
 
 
 def _name_in_main(obj: object) -> str | None:
-    """Return the name in `__main__` of a class or function, or its outermost class. None for other modules' objects."""
+    """Return the name in `__main__` of a class or function, or its outermost class."""
     if not isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
         return None
     found: Any = sys.modules["__main__"]

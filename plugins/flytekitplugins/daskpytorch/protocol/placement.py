@@ -15,7 +15,6 @@ class Node:
     """Resources of a worker's node, as the worker's agent reports them."""
 
     worker: str
-    """Address of the worker, as users see it."""
     host: str
     """Workers of one host share its cores, and GPUs of equal UUID (or name)."""
     num_cores: int
@@ -25,11 +24,11 @@ class Node:
     gpu_names: tuple[str, ...]
     """Model names, in the order of `gpus`."""
     gpu_uuids: tuple[str, ...] = ()
-    """In the order of `gpus`, also of MIG instances. "" for an unknown UUID. Empty if all are unknown."""
+    """UUIDs, also of MIG instances, in the order of `gpus`: "" if unknown, and none if all are."""
     interface: str | None
-    """Network interface that reaches the driver. None: unknown."""
+    """Network interface that reaches the driver."""
     versions: dict[str, str]
-    """Of packages whose versions must equal the driver's."""
+    """Versions that must equal the driver's."""
 
     @property
     def title(self) -> str:
@@ -40,7 +39,6 @@ class Node:
         return ("", uuid) if uuid else (self.host, gpu)
 
     def uuid_of(self, gpu: str) -> str:
-        """Return the UUID of a visible GPU or MIG instance. "": unknown."""
         return dict(zip(self.gpus, self.gpu_uuids, strict=False)).get(gpu, "")
 
     def title_of(self, gpu: str) -> str:
@@ -60,8 +58,6 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A rank's numbers in the gang and on its node, its GPU and its number of threads."""
-
     rank: int
     local_rank: int
     world_size: int
@@ -71,13 +67,11 @@ class Place:
     host_rank: int
     """Number on the host, from 0, across all workers there."""
     gpu: str | None
-    """The rank's own GPU, as in the worker's `CUDA_VISIBLE_DEVICES`."""
     visible_gpus: tuple[str, ...]
-    """The rank's `CUDA_VISIBLE_DEVICES`."""
     num_threads: int
     """The rank's share of the host's cores, at least 1."""
     gpu_uuid: str = ""
-    """Of the GPU or MIG instance. Empty if unknown."""
+    """UUID of the GPU or MIG instance, or empty if unknown."""
 
     @property
     def device_index(self) -> int | None:
@@ -86,26 +80,19 @@ class Place:
 
 
 def title_of(worker: str, host: str) -> str:
-    """Return a worker's name for messages, which begins with its host.
-
-    On Kubernetes that is the pod, by which the pod's log is found after the address is gone.
-    """
+    """Return a worker's name with its host first: on Kubernetes the pod, whose log remains when the address is gone."""
     return f"{host} ({worker})" if "://" in worker and host != worker else worker
 
 
 def worker_order(address: str) -> list[tuple[int, str]]:
-    """Return a sort key for workers' addresses, which puts 10.0.0.9 before 10.0.0.10.
-
-    Workers get their ranks in this order. So attempts number them alike, and neighbours get consecutive ranks.
-    """
+    """Sort 10.0.0.9 before 10.0.0.10, so that attempts number workers alike, and neighbours get consecutive ranks."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", address)]
 
 
 def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
     """Return the number of ranks per worker that gives each rank its own GPU, or 1 without GPUs.
 
-    `found` has each worker's host and GPUs. Workers of one host that see the same GPUs share them. ValueError: some
-    workers have more GPUs than others.
+    Workers of one host that see the same GPUs share them. ValueError: some workers have more GPUs than others.
     """
     num_workers = Counter(host for host, _ in found.values())
     gpus: dict[str, set[str]] = defaultdict(set)
@@ -130,10 +117,10 @@ def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
 def place_ranks(
     nodes: Sequence[Node], ranks_per_worker: int, devices: Literal["own", "all"] = "own"
 ) -> list[list[Place]]:
-    """Assign consecutive ranks to each worker. Return the places of each node's ranks, in the order of `nodes`.
+    """Assign consecutive ranks to each worker, and return the places of each node's ranks.
 
-    Each rank gets its own GPU until no GPU of the host is free. Further ranks share GPUs in turn. All ranks of a host
-    divide its cores. With devices="all", a rank sees the GPUs of the worker's ranks, in rank order, then unused GPUs.
+    Each rank gets its own GPU until no GPU of the host is free, and shares one then. All ranks of a host divide its
+    cores. With devices="all", a rank sees the GPUs of the worker's ranks, in rank order, then unused GPUs.
     """
     ranks_on_host: dict[str, int] = defaultdict(int)
     for node in nodes:
@@ -167,10 +154,7 @@ def place_ranks(
 
 
 def leave_out(nodes: Sequence[Node], faulty: Collection[GpuKey], ranks_per_worker: int) -> list[Node]:
-    """Return the nodes without the failed GPUs.
-
-    A failed GPU stays if its node has no other GPU, or if its removal makes more ranks share a GPU.
-    """
+    """Leave out failed GPUs, unless the node has no other, or more ranks would share a GPU."""
     left = list(nodes)
     for gpu in faulty:
         fewer = [node.without([gpu]) for node in left]
@@ -199,10 +183,7 @@ def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[s
 
 
 def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[Place]]) -> str:
-    """Return the backend. "auto": nccl if every rank has its own GPU.
-
-    ValueError: nccl was asked for, and a rank has none.
-    """
+    """Return nccl for "auto" if every rank has its own GPU, else gloo. ValueError: nccl was asked for and cannot be."""
     lacking, shared, taken = [], [], set()
     for node, here in zip(nodes, places, strict=True):
         for place in here:

@@ -20,9 +20,9 @@ from flytekitplugins.daskpytorch.process import program_end
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A program with its command line, as the function of a gang. Each rank runs the program as its `__main__`.
+    """A program with its command line, as the function of a gang.
 
-    Made by `script_of` and `module_of`, which check the program in the driver.
+    Made by `script_of` and `module_of`, which check it.
     """
 
     given: str
@@ -30,14 +30,13 @@ class Script:
     is_module: bool = False
     args: tuple[str, ...] = ()
     file: str | None = None
-    """Absolute path on the driver's machine. None: an installed module, which does not travel."""
+    """Absolute path on the driver's machine, or None for an installed module, which does not travel."""
     folder: str | None = None
-    """Folder from which the program imports its own modules. None: as `file`."""
+    """Folder from which the program imports its own modules, None as for `file`."""
     directory: str = field(default_factory=os.getcwd)
     """The driver's working folder, in which ranks on its machine run the program."""
 
     def __post_init__(self) -> None:
-        # Logs and names of folders have the function's and its module's name: here the script's, and its folder's.
         object.__setattr__(self, "__qualname__", self.given if self.is_module else Path(self.given).stem)
         object.__setattr__(self, "__module__", Path(self.folder).name if self.folder is not None else "installed")
 
@@ -70,7 +69,7 @@ def script_of(path: str | os.PathLike[str], *args: object) -> Script:
 def module_of(name: str, *args: object) -> Script:
     """Return the module that `python -m name` would run, without an import.
 
-    Raises ModuleNotFoundError if neither the working folder nor `sys.path` has the module, and SyntaxError.
+    ModuleNotFoundError or SyntaxError: it cannot.
     """
     importlib.invalidate_caches()  # the module's file may be new
     sys.path.insert(0, str(Path.cwd()))
@@ -88,10 +87,7 @@ def module_of(name: str, *args: object) -> Script:
 
 
 def _specs_of(name: str) -> list[ModuleSpec | None]:
-    """Return the specs of a module's parts, and of a package's `__main__`, without an import.
-
-    None: a part is missing.
-    """
+    """Return the specs of a module's parts and of a package's `__main__`, without an import. A missing part is None."""
     top, *inner = name.split(".")
     specs = [importlib.util.find_spec(top)]
     for part in inner:
@@ -128,13 +124,11 @@ class _Place:
     is_rank: bool = False
     """This process is a rank, and not also the driver, as in debug mode."""
     script: Path | None = None
-    """The driver's program on this node. None: unknown."""
     originals: Mapping[str, str] = field(default_factory=dict)
     """Path of a copied source -> its path on the driver's machine."""
     folder: str | None = None
     """`sys.path[0]` of the newest program that this process has run."""
     modules: set[str] = field(default_factory=set)
-    """Modules that the newest program has imported from `folder`."""
     without_group: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Context in which the process has no default process group until the program forms one."""
 
@@ -145,7 +139,7 @@ _place = _Place()
 def set_place(
     script: Path | None, originals: Mapping[str, str], without_group: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Make this process a rank that finds the driver's program at `script`. A program runs inside `without_group()`."""
+    """Make this process a rank that has the driver's program at `script`, and runs programs in `without_group()`."""
     _place.is_rank, _place.script, _place.originals = True, script, originals
     _place.without_group = without_group
 
@@ -240,9 +234,9 @@ def _run_module(name: str, args: Sequence[object], folder: str) -> None:
 
 
 def _run(load: Callable[[], tuple[CodeType, ModuleType]], argv: Sequence[object], folder: str) -> None:
-    """Run the program of `load` as `__main__`. A process that is not a rank gets its own `__main__` back at the end.
+    """Run the program of `load`, which is called with its `sys.argv` and `sys.path`, as `__main__`.
 
-    `load` is called with the program's `sys.argv` and `sys.path`, as the search for a module needs them.
+    A process that is not a rank gets its own `__main__` back at the end.
     """
     _forget()
     names = ("__main__", "__mp_main__")
@@ -310,10 +304,7 @@ def _compiled(file: Path, shown_as: str) -> CodeType:
 
 @contextlib.contextmanager
 def ending_as_program() -> Iterator[None]:
-    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`.
-
-    Only another exit code than 0 raises SystemExit.
-    """
+    """Let the block end by `sys.exit()`, `quit()` or Click's `main()`, unless the exit code is not 0."""
     try:
         yield
     except SystemExit as error:
@@ -322,7 +313,6 @@ def ending_as_program() -> Iterator[None]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code with which Python ends after this exception."""
     code = (error.code or 0) if isinstance(error, SystemExit) else 1
     return int(code) & 0xFF if isinstance(code, int) else 1
 

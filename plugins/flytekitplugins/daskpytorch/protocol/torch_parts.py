@@ -1,7 +1,7 @@
-"""Access to private parts of torch. Only this file uses their names.
+"""Access to private parts of torch. Only this file uses their names, which `docs/private_names.md` explains.
 
-Runs in ranks. `docs/private_names.md` has each name's purpose and versions. Without the name, the functions raise
-`AttributeError`. Torch is imported late, as a spawned rank sets its environment variables first.
+Runs in ranks, and raises `AttributeError` without the name. Torch is imported late, as a spawned rank sets its
+environment variables first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ SHARDED = (
     ("torch.distributed.tensor", "DTensor"),  # FSDP2, tensor parallelism
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # FSDP1
 )
-"""Module and name of each class whose instances are sharded over the ranks."""
 
 
 def _world() -> Any:
@@ -81,7 +80,7 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
-    """Yield the pickled records of torch's flight recorders in this rank: gloo's, and NCCL's if the rank uses it."""
+    """Yield the pickled records of gloo's flight recorder, and of NCCL's if the rank uses it."""
     from torch._C import _distributed_c10d
 
     c10d: Any = _distributed_c10d
@@ -111,7 +110,7 @@ def _without_compiler() -> Iterator[None]:
 
 
 def loader_iterator() -> Any:
-    """Return the class whose `__next__` returns each batch of a `DataLoader`. Torch has no public name for it."""
+    """Return the class whose `__next__` returns each batch of a `DataLoader`, which has no public name."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -134,7 +133,7 @@ def sharded_classes() -> tuple[type, ...]:
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """Return torch's snapshot of reserved GPU memory, for torch's viewer. Does not initialise CUDA."""
+    """Return torch's snapshot of reserved GPU memory, for its viewer, without initialising CUDA."""
     import torch
 
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -152,7 +151,7 @@ def record_memory() -> None:
 
 
 def reduce_storage(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Pickle a storage in main memory of `at_least` bytes without copies. None: left to torch's own pickling.
+    """Pickle a large storage in main memory without copies. None leaves it to torch's own pickling.
 
     Torch's own pickling copies each storage twice on each side. The unpickled storage cannot be resized.
     """
@@ -176,7 +175,6 @@ def _untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
 
 
 def _raw(memory: bytearray | memoryview) -> torch.TypedStorage:
-    """Return the bytes of `memory` as a storage in the form from which torch rebuilds an unpickled tensor."""
     import torch
 
     tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, device="cpu")
