@@ -46,10 +46,6 @@ class Flyte2Execution(host.Execution):
             self.task = ctx.report  # each attempt has one report, while Flyte replaces contexts
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Return the folders for a gang's checkpoints: beside Flyte's own checkpoint, or in a local run here.
-
-        None if the gang has no such folders, for example outside a task.
-        """
         if self._run is not None:
             return self._run.paths(key)
         paths = self._ctx.checkpoint_paths if self.task is not None and self._ctx.mode != "local" else None
@@ -62,11 +58,9 @@ class Flyte2Execution(host.Execution):
         return host.StoragePaths(files=files, previous=previous, own=str(own))
 
     def filesystem(self, uri: str) -> Any:
-        """Return the file system of a URI, with the settings that Flyte uses for its own data."""
         return _opened(uri, storage())
 
     def new_folder(self) -> str | None:
-        """Return a new folder in the task's output storage. None outside a task."""
         return str(self._ctx.raw_data_path.get_random_remote_path()) if self.task is not None else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
@@ -75,7 +69,6 @@ class Flyte2Execution(host.Execution):
             files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
 
     def in_ranks(self) -> host.Execution | None:
-        """Return what ranks need to reach Flyte's storage with this task's credentials. None outside a task."""
         return FlyteStorage(storage()) if self.task is not None else None
 
     def secret(self, name: Any) -> str:
@@ -185,7 +178,6 @@ host.provide(current)
 class TaskOutput:
     value: Any
     tabs: Mapping[str, Sequence[str]]
-    """HTML fragments of each tab in rank 0's report, by the tab's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +195,6 @@ class Flyte2Rank:
 
     @classmethod
     def of_current_task(cls, task_name: str, inputs: Mapping[str, Any], outputs: Sequence[str], results: str) -> Self:
-        """Return the part of Flyte's current context in the driver that ranks need."""
         ctx = flyte.ctx()
         return cls(
             ctx=dataclasses.replace(ctx, report=Report(ctx.report.name), compiled_image_cache=None, data={}),

@@ -31,10 +31,6 @@ class FlyteExecution(host.Execution):
         self.task = ctx.execution_state if _is_in_task(ctx) else None
 
     def checkpoint_paths(self, key: str) -> host.StoragePaths | None:
-        """Return the folders for a gang's checkpoints: in Flyte's storage, or in a local run.
-
-        None if the gang has no such folders, for example outside a task.
-        """
         if self._run is not None:
             return self._run.paths(key)
         if not is_on_backend(self._ctx):
@@ -51,11 +47,9 @@ class FlyteExecution(host.Execution):
         )
 
     def filesystem(self, uri: str) -> Any:
-        """Return the file system of a URI, with the settings that flytekit uses for its own data."""
         return self._ctx.file_access.get_filesystem(split_protocol(uri)[0] or "file", path=uri)
 
     def new_folder(self) -> str | None:
-        """Return a new folder in the task's output storage. None outside a task."""
         state = self._ctx.execution_state
         is_executing = state is not None and state.mode is not None
         return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
@@ -65,7 +59,6 @@ class FlyteExecution(host.Execution):
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
-        """Return what ranks need to reach Flyte's storage with this task's credentials. None outside a task."""
         return FlyteStorage(self._ctx.file_access.data_config) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:

@@ -87,7 +87,6 @@ class _DeckFile:
                 self._ctx.file_access.put_data(str(journal), self._remote_path(journal_file.NAME))
 
     def _remote_path(self, name: str) -> str:
-        """Return the URI of a file in the task's outputs, from which Flyte's console reads the Deck."""
         prefix, access = self._ctx.user_space_params.output_metadata_prefix, self._ctx.file_access
         return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{name}"
 

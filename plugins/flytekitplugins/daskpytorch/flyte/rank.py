@@ -31,7 +31,6 @@ class TaskOutput:
     literal_map: bytes
     """A serialised `flyteidl.core.LiteralMap`."""
     decks: list[tuple[str, str]]
-    """Name and HTML of each Deck that the user's code made in rank 0."""
     tab: str = ""
     """HTML of the Deck's tab of outputs. Empty: no such tab."""
 
@@ -50,7 +49,7 @@ class FlyteRank:
     previous_checkpoint: str | None
     """None in the first attempt."""
     interface: bytes
-    """Types of the task's inputs and outputs, pickled."""
+    """Types of inputs and outputs, pickled."""
     inputs: bytes
     """A serialised `flyteidl.core.LiteralMap`. Each rank downloads files among the inputs to its own disk."""
     task_name: str
@@ -63,7 +62,6 @@ class FlyteRank:
     def of_current_task(
         cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str, *, shows_outputs: bool = False
     ) -> Self:
-        """Return the part of flytekit's current context in the driver that ranks need."""
         ctx = FlyteContextManager.current_context()
         params, mode = ctx.user_space_params, ctx.execution_state.mode
         checkpoint = getattr(params, "_checkpoint", None)

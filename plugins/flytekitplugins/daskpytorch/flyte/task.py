@@ -244,7 +244,6 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         self._write_local_deck(inputs)
 
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
-        """Return the task's `config` for the backend, with the console's link to Weights & Biases."""
         config = dict(super().get_config(settings) or {})
         if self.task_config.wandb is not None:
             config |= wandb_run.console_link(self.task_config.wandb)

@@ -90,7 +90,6 @@ class SweepStorage:
         return kept
 
     def model(self, index: int, about: Callable[[], dict[str, Any]]) -> ModelStorage:
-        """Return the storage of one model. `about` returns the content of the model's `begun.pkl`."""
         return ModelStorage(files=self.files, folder=f"{self.folder}/{index}", about=about)
 
     def _read_all(self, names: Sequence[str]) -> dict[str, Any]:

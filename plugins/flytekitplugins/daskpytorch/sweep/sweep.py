@@ -187,7 +187,6 @@ class Sweep:
         return kept is not None and kept.has_ended and (kept.stopped is None or self.trials is not None)
 
     def recall(self, model: Model) -> None:
-        """Report to the study a model that an earlier call has completed."""
         if model.kept is not None and self.trials is not None:
             self.trials.recall(model.index, model.kept)
 
@@ -373,8 +372,6 @@ def status_of(error: BaseException | None) -> Status:
 
 
 class SweepDisplay:
-    """Display of a sweep on standard error."""
-
     def __init__(self, num_models: int, console: Console | None = None, *, is_quiet: bool = False) -> None:
         """`is_quiet`: only outputs, notes and errors are written, because a notebook's table shows the rest."""
         self._board = Board(console, is_quiet=is_quiet)

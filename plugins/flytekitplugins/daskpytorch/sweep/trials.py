@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MAX_NAMES = 20
 MODEL = "model"
-"""User attribute of an Optuna trial with its model's index."""
 
 
 class Trials:
@@ -41,7 +40,6 @@ class Trials:
         self._lock = threading.Lock()
         """No other report comes between a value's report and its comparison."""
         self._trials: dict[int, optuna.Trial] = {}
-        """By index of the models that have begun."""
         self.is_metric_known = self.suggests
         """False while a notice of a missing metric may be needed: in early stopping, until a model logs the metric."""
 
@@ -99,7 +97,6 @@ class Trials:
         return _Judge(self, self._trials[index], index, say, before, -1 if last is None else last)
 
     def falls_behind(self, trial: optuna.Trial, epoch: int, value: float) -> bool:
-        """Report a model's metric to the study. Return True if the study's pruner stops the model."""
         with self._lock:
             trial.report(value, epoch)
             return trial.should_prune()

@@ -42,7 +42,6 @@ class Host:
     register: Callable[[type, Any], object]
     """Lets the SDK learn the task type (second argument) for a class of configs (first argument)."""
     task_types: dict[type, Any] = field(default_factory=dict)
-    """Task types of this package, by the class of their configs."""
 
     def __post_init__(self) -> None:
         self.register(ConfigClass, _refuse_class)
@@ -259,7 +258,6 @@ def refuse_unknown(inputs: Mapping[str, Any]) -> None:
 
 
 def _typed_objects(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of an input's option in the command line, `--name JSON` or `--name=JSON`."""
     for argument, following in itertools.pairwise([*sys.argv, ""]):
         option, _, text = argument.partition("=")
         if option.removeprefix("--").replace("-", "_") == name and option.startswith("--"):

@@ -167,7 +167,6 @@ class _LocalCheckpoint(Checkpoint):
         self._start = self._vault.restore()
         self._committer.begin()
         self.sharding = self._committer.sharding()
-        """Storage of the shards, and the sharded checkpoints from before."""
         self._sharded = ShardedCheckpoints(self.sharding, attempt=ATTEMPT, rank=0, report=self._commit)
         if self._start is not None:
             self._vault.hold([self._start.identity])  # `load` reads the file, perhaps after other saves
@@ -263,6 +262,5 @@ class _Link(Link):
             self._received.add(self._received.keep(0, piece))
 
     def results_folder(self) -> Any:
-        """Return the folder of the task's results, which is made at the task's end. None outside a task."""
         self.submit("", b"")
         return self._results_folder()

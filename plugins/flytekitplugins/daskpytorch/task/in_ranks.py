@@ -59,7 +59,6 @@ A deleted job runner leaves the DaskJob running: dask-kubernetes (2026.3) does n
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
-"""Ctrl-C's handler that ends the gang of the task in this context."""
 
 
 class InRanks:

@@ -22,9 +22,7 @@ NOT_HERE = {"--remote", "-r", "--help"}
 NAME = b"plugins.daskpytorch"
 """Part of this package's name that every file with its tasks contains."""
 SIGTERM = "the task was told to end (SIGTERM)"
-"""Why a gang ended after SIGTERM to the task's process."""
 IDLE_SIGTERM = f"{SIGTERM}, while no gang was running; the next attempt calls the task's function again"
-"""The task's error after SIGTERM while no gang is running."""
 
 
 def is_worthwhile(arguments: Sequence[str], program: str, *, here: Sequence[str] = ()) -> bool:
@@ -89,4 +87,3 @@ def _end_task(*_: object) -> None:
 
 
 _silence: _Silence | None = None
-"""Object that silences standard error when Python deletes it at exit. None: not needed."""

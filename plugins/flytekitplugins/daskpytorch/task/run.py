@@ -222,7 +222,6 @@ class Run:
             self._local.close()
 
     def _show(self, observers: Sequence[Observer], *, is_plain: bool) -> None:
-        """Show the gang's training, unless a task does."""
         if self._is_alone:
             unsaid = (PreemptedError,) if self._local is not None else ()  # the outcome says the same
             display = machine.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)

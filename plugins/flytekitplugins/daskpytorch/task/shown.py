@@ -30,7 +30,6 @@ class Shown:
     display: ProgressDisplay | MachineLog
     state: RunState
     observers: list[Observer]
-    """Those of the gang's settings, and Weights & Biases' if the config has it."""
     run: LocalRun | None
     journal_folder: Path | None = None
     """None with a local run, whose folder has the journal."""
@@ -38,7 +37,6 @@ class Shown:
     _tables: list[threading.Thread] = field(default_factory=list)
 
     def all_observers(self) -> list[Observer]:
-        """Return the observers in the order in which they get the gang's events."""
         return watched(self.state, [self.display, *self.journal(), *self.observers])
 
     def journal(self) -> list[Journal]:
