@@ -154,7 +154,7 @@ class Progress:
     """This rank's progress, by which the driver tells a slow rank from a rank that hangs."""
 
     step: int | None = None
-    """Newest training step that the rank's function gave to `log` or to a checkpoint. None before the first."""
+    """Newest training step that the rank's function gave to `log` or to a checkpoint."""
     num_moves: int = 0
     """Signs of life: optimizer steps, log records, checkpoints, results, `should_stop` calls."""
     num_moves_since: int = 0

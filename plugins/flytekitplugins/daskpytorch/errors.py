@@ -69,7 +69,7 @@ class GangError(RuntimeError):
         - `closed`: a call came after `StayingGang.close`
         """
         self.rank = rank
-        """Number of the rank to which the failure is attributed. None if no rank failed."""
+        """Rank to which the failure is attributed. None if no rank failed."""
         self.worker = worker
         """Address of the failed rank's Dask worker. Without Dask: name of its node."""
         self.host = host
@@ -77,7 +77,7 @@ class GangError(RuntimeError):
         self.cause = cause
         """The failed rank's end in one line, such as its exit code or exception."""
         self.step = step
-        """Newest training step that the failed rank passed to `log` or to a checkpoint. None if there was none."""
+        """Newest training step that the failed rank passed to `log` or to a checkpoint."""
         self.time = time
         """Time of the failure, in seconds since the epoch."""
         self.rank_traceback = rank_traceback
@@ -87,9 +87,8 @@ class GangError(RuntimeError):
         self.is_repeated = is_repeated
         """True if the previous failure was the same error at the same step. A retry of the task would fail again."""
         self.exit_code = exit_code
-        """Exit code that the failed rank would have as a program of its own. 1 after an exception, the code of
-        `sys.exit`, or the negative number of the signal that ended the rank. None: unknown, the rank hung, or no rank
-        failed."""
+        """Exit code that the failed rank would have as a program: 1 after an exception, the code of `sys.exit`, or the
+        negative number of the signal that ended it. None: unknown, the rank hung, or no rank failed."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))
@@ -223,9 +222,9 @@ class StoppedEarlyError(Exception):
         self.epoch = epoch
         """Epoch, counted from 1, at which the model was compared with other models and stopped."""
         self.metric = metric
-        """Name of the metric by which the model was compared with other models."""
+        """Metric by which the model was compared."""
         self.value = value
-        """Value of the compared metric in the epoch at which the model was stopped."""
+        """Value of the metric in that epoch."""
 
     def __reduce__(self) -> tuple[object, ...]:
         rebuild = functools.partial(type(self), epoch=self.epoch, metric=self.metric, value=self.value)

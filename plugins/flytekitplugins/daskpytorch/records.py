@@ -157,11 +157,11 @@ class LogRecord:
     """
 
     rank: int
-    """Rank that logged the record, from 0 to world_size - 1."""
+    """Rank that logged the record."""
     step: int
     """The call's `step`, by default the number of earlier calls."""
     num_steps: int | None
-    """Total number of steps of the training. None if the call did not give the number."""
+    """Total number of steps of the training. None: not given."""
     time: float
     """Seconds since the epoch, on the rank's clock."""
     metrics: Mapping[str, Any]
@@ -203,14 +203,11 @@ class LogRecord:
 
     @property
     def drawings(self) -> dict[str, Histogram | Picture]:
-        """Metrics that trackers draw: each `Histogram` and `Picture`, by name."""
+        """Each `Histogram` and `Picture`, by name."""
         return {name: value for name, value in self.metrics.items() if type(value) in (Histogram, Picture)}
 
     def sent(self) -> Self:
-        """Return the record as a rank sends it to the driver: other values than numbers and strings are dropped.
-
-        Only rank 0's record keeps its histograms and pictures.
-        """
+        """Return the record as a rank sends it to the driver: numbers and strings, and from rank 0 drawings."""
         if PLAIN.issuperset(map(type, self.metrics.values())):
             return self
         bare = self.bare()
@@ -299,7 +296,6 @@ class Goodput:
         return asdict(self)
 
     def __str__(self) -> str:
-        """Return all fields in one line."""
         others = {name: value for name, value in self.as_dict().items() if name not in ("total", "stepping")}
         rest = ", ".join(f"{name} {value:.1f} s" for name, value in others.items() if value >= 0.05)
         whole = f"goodput {100 * self.share:.0f} %: {self.stepping:.1f} s of {self.total:.1f} s stepping"
@@ -321,16 +317,15 @@ class RankUsage:
     """
 
     rank: int
-    """The rank, from 0 to world_size - 1."""
     time: float
-    """Seconds since the epoch, on the rank's clock."""
+    """Optimizer steps in this attempt so far."""
     num_steps: int
     """Number of optimizer steps in this attempt so far."""
     seconds: Mapping[str, float]
-    """Seconds of the main thread in this attempt since the ranks met, by the field's name in `Goodput`: `preparing`,
-    `stepping`, `data`, `evaluation`, `saving`, `waiting`."""
+    """Seconds of the main thread in this attempt since the ranks met, by field of `Goodput`: `preparing`, `stepping`,
+    `data`, `evaluation`, `saving`, `waiting`."""
     cpu: float
-    """Number of processor cores that the rank's process keeps busy, on average since the rank's previous report."""
+    """Processor cores that the rank's process keeps busy, on average since the rank's previous report."""
     memory: int
     """Main memory of the rank's process, in bytes."""
     gpu_memory: int | None

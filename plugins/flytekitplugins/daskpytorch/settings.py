@@ -56,18 +56,18 @@ class Keep:
     """
 
     last: int = 2
-    """Number of newest checkpoints to keep, from 1 up. With 2 or more, the gang survives a damaged newest
-    checkpoint."""
+    """Number of newest checkpoints to keep, from 1 up. With 2 or more, the gang survives a damaged newest one."""
     best: int = 0
-    """Number of best checkpoints, by `metric`, to keep besides the newest. The earlier wins a tie. 0: none."""
+    """Number of best checkpoints, by `metric`, to keep besides the newest. The earlier wins a tie."""
     metric: str | None = None
-    """Name of the metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)` or returned by the
-    function of `Gang(evaluate=...)`. Checkpoints whose metric is missing or NaN are never among the best. None if
-    `best` is 0."""
+    """Metric that ranks the checkpoints, as given to `checkpoint.save(..., metrics=...)` or returned by the function of
+    `Gang(evaluate=...)`. Checkpoints whose metric is missing or NaN are never among the best. None if `best` is 0."""
     mode: Literal["min", "max"] | None = None
-    """Direction of the metric: `min` if low values are best, `max` if high values are best. None: by the words of the
-    metric's name, such as loss, error or perplexity for `min`, and accuracy, auc or f1 for `max`. A name without such
-    a word, or with words of both directions, needs `mode`."""
+    """`min` if low values are best, `max` if high values are best.
+
+    None: by words of the metric's name, such as loss, error or perplexity for `min`, and accuracy, auc or f1 for `max`.
+    A name without such a word, or with words of both directions, needs `mode`.
+    """
 
     def __post_init__(self) -> None:
         rules = {
@@ -97,13 +97,17 @@ class Profile:
     """
 
     steps: tuple[int, int]
-    """First and last step to record, counted from 1 in each attempt. A step lasts from one call of an
-    optimizer's `step` to the next. If the function returns earlier, the trace has fewer steps."""
+    """First and last step to record, counted from 1 in each attempt.
+
+    A step lasts from one call of an optimizer's `step` to the next.
+    """
     ranks: tuple[int, ...] = (0,)
     """Ranks to record, counted from 0."""
     folder: str | None = None
-    """Destination of the traces: a folder or an fsspec URL that the recorded ranks reach. None: the
-    ranks submit the traces as results, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`."""
+    """Folder or fsspec URL for the traces, which the recorded ranks reach.
+
+    None: the ranks submit the traces as results, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`.
+    """
 
     def __post_init__(self) -> None:
         rules = {
@@ -148,19 +152,27 @@ class Evaluate:
     """
 
     function: Callable[..., Mapping[str, Any]]
-    """Function that every rank of the evaluation's gang calls. `current_rank().checkpoint.load()` or `load_sharded`
-    gives the checkpoint. Arguments have the names of the task's inputs, or of the arguments of the function of
-    `dispatch.run`, and get their values. Rank 0 returns the metrics: numbers or one-element tensors by name."""
+    """Function that every rank of the evaluation's gang calls, which gets the checkpoint from
+    `current_rank().checkpoint.load()` or `load_sharded`. Its arguments get the values of the task's inputs, or of the
+    arguments of the function of `dispatch.run`, of the same names. Rank 0 returns the metrics: numbers or one-element
+    tensors by name."""
     _: KW_ONLY
     workers: int = 1
-    """Number of the cluster's workers that are kept for evaluations, each with as many ranks as a worker of the
-    training. 0: one rank beside the ranks of the training, on their node or on one of their workers."""
+    """Number of the cluster's workers that are kept for evaluations, with as many ranks on each as in the training.
+
+    0: one rank beside the ranks of the training, on their node or on one of their workers.
+    """
     every: int = 1
-    """Number of kept checkpoints from one evaluation to the next. 1: each checkpoint is due. Each attempt of a task
-    counts anew, and also evaluates the checkpoint from which it starts, unless that one was evaluated before."""
+    """Number of kept checkpoints from one evaluation to the next.
+
+    Each attempt of a task counts anew, and also evaluates the checkpoint from which it starts, unless that one was
+    evaluated before.
+    """
     timeout: float = 1800.0
-    """Longest time of one evaluation, in seconds. After the training's end, the gang waits at most this long for
-    unfinished evaluations. `load(best=True)` waits at most this long, too."""
+    """Timeout, in seconds, of one evaluation.
+
+    After the training's end, the gang waits at most this long for unfinished evaluations, as does `load(best=True)`.
+    """
 
     def __post_init__(self) -> None:
         rules = {
@@ -195,16 +207,24 @@ class Gang:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of the process group. `auto`: nccl if every rank has its own GPU, else gloo."""
     ranks_per_worker: int | Literal["auto"] = "auto"
-    """Number of ranks on each Dask worker, from 1 up. `auto`: one rank per GPU, or one if there are no GPUs. A
-    `DaskDDP` task counts GPUs in the limits of its workers, or else in requests. `dispatch.run` and `dispatch.map`
-    count the GPUs that the workers see, and divide a host's GPUs among its workers."""
+    """Number of ranks on each Dask worker, from 1 up.
+
+    `auto`: one per GPU, or one without GPUs. A `DaskDDP` task counts GPUs in the limits of its workers, or else in
+    requests. `dispatch.run` and `dispatch.map` count the GPUs that the workers see, and divide a host's GPUs among its
+    workers.
+    """
     workers: int | None = None
     """Number of the cluster's workers that a `dispatch.run` takes, from 1 up: those on which the fewest gangs train.
-    None: all workers. Workers for `evaluate` are among them. Tasks and `dispatch.map` have numbers of their own."""
+
+    Workers for `evaluate` are among them. None: all workers. Tasks and `dispatch.map` have numbers of their own.
+    """
     devices: Literal["own", "all"] = "own"
-    """GPUs that a rank sees. `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker.
-    The rank's own GPU is then torch's current device, and `LOCAL_RANK` is the device's index. `all` is for code that
-    uses `cuda:{local_rank}`, or several GPUs in each rank. `current_rank().device` is always the rank's own GPU."""
+    """GPUs that a rank sees.
+
+    `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker, for code that uses
+    `cuda:{local_rank}` or several GPUs in each rank. The rank's own GPU is then torch's current device, and
+    `LOCAL_RANK` is its index. `current_rank().device` is always the rank's own GPU.
+    """
     gpu_check: Literal["off", "quick"] | Callable[[int], None] = "quick"
     """Check of each rank's GPU before the process group forms, at each start of the gang.
 
@@ -245,20 +265,27 @@ class Gang:
       signs of life, including evaluation and the start of training.
     """
     grace_period: float = 20.0
-    """Seconds for ranks to save and return after the task or a worker receives SIGTERM. Later steps, such as the
-    checkpoint's upload, take up to half as long again. Set the pod's `terminationGracePeriodSeconds` to one and a half
-    times this value. For 20 the product is Kubernetes' default of 30."""
+    """Seconds for ranks to save and return after the task or a worker receives SIGTERM.
+
+    Later steps, such as the checkpoint's upload, take up to half as long again. Set the pod's
+    `terminationGracePeriodSeconds` to one and a half times this value: 30, Kubernetes' default, for 20.
+    """
     attach_timeout: float = 300.0
     """Timeout, in seconds, for `daskpytorch attach` to open a rank's debugger. The gang keeps its GPUs meanwhile."""
     on_error: Literal["stop", "hold"] = "stop"
-    """`stop`: an exception ends the attempt at once. `hold`: a rank that raises an exception waits in pdb's
-    post-mortem mode until a terminal has attached and left, or `attach_timeout` is over. Other ranks stand still in
-    their next collective. The default process group's timeout is `attach_timeout` and an hour. Other groups keep
-    torch's: ten minutes with NCCL. All GPUs stay taken."""
+    """`stop`: an exception ends the attempt at once.
+
+    `hold`: a rank that raises an exception waits in pdb's post-mortem mode until a terminal has attached and left, or
+    `attach_timeout` is over. Other ranks stand still in their next collective, and all GPUs stay taken. The default
+    process group's timeout is `attach_timeout` and an hour. Other groups keep torch's: ten minutes with NCCL.
+    """
     hints: bool = True
-    """True: log one line for each likely mistake of the user. Some mistakes concern the training: a loss of NaN or
-    infinity, ranks without collectives, a `DistributedSampler` without `set_epoch`, a metric of `keep` that no
-    checkpoint has. Others concern the start: variables or a seed that come too late for the ranks."""
+    """True: log one line for each likely mistake.
+
+    Some concern the training: a loss of NaN or infinity, ranks without collectives, a `DistributedSampler` without
+    `set_epoch`, a metric of `keep` that no checkpoint has. Others concern the start: variables or a seed that come too
+    late for the ranks.
+    """
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     """Environment variables of all ranks, as if set before each rank's Python started. They win over those of the task
     and the workers. The gang itself sets `CUDA_VISIBLE_DEVICES` and what `torchrun` sets, such as `RANK`.
@@ -269,20 +296,23 @@ class Gang:
     reaches only the programs that a rank starts.
     """
     log_dir: str | None = None
-    """Folder for files with each rank's output, on the rank's own machine. The driver's log has the output, too. The
-    names are those of `torchrun --log-dir`, such as `<id of the gang>/attempt_0/<rank>/stdout.log`. A relative
-    path begins at the ranks' working folder. If the disk is full or missing, one line in the log says so, and the
-    training goes on. None, and in debug mode: no files."""
+    """Folder for files with each rank's output, on the rank's own machine, with the names of `torchrun --log-dir`, such
+    as `<id of the gang>/attempt_0/<rank>/stdout.log`. A relative path begins at the ranks' working folder. The
+    driver's log has the output, too. If the disk is full or missing, the log says so, and the training goes on. None,
+    and in debug mode: no files."""
     key: str | None = None
-    """Name of the gang, by which the task's next attempt finds its checkpoints. Each gang of a task needs a different
-    key. `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the
-    task. Set a key if a later attempt of the task may make other calls, or the same calls in another order, for
-    example from threads."""
+    """Name of the gang, unique in its task, by which the task's next attempt finds its checkpoints.
+
+    `dispatch.map` adds the index of the experiment. None: the function's name and the number of its call in the task.
+    Set a key if a later attempt may make other calls, or the same calls in another order, for example from threads.
+    """
     keep: Keep = field(default_factory=Keep)
     """Retention policy for checkpoints. Default: the newest two are kept."""
     debug: bool = False
     """True: train in one rank, the calling process, where breakpoints, profilers and `pytest --pdb` work as usual.
-    `DASKPYTORCH_DEBUG=1` switches on debug mode for all gangs. `dispatch.map` ignores both."""
+
+    `DASKPYTORCH_DEBUG=1` does so for all gangs. `dispatch.map` ignores both.
+    """
     checkpoint_uri: str | None = None
     """Storage for sharded checkpoints, and outside Flyte tasks for all checkpoints: a folder that all workers reach,
     or an fsspec URL (`s3://bucket/prefix`). Each gang gets a folder in this storage.
@@ -300,10 +330,9 @@ class Gang:
     profile: Profile | None = None
     """Steps that `torch.profiler` records. None: no steps."""
     evaluate: Evaluate | None = None
-    """Evaluation of checkpoints by a gang of its own, beside the training. None: no such evaluation. `dispatch.map`
-    refuses it, and debug mode leaves it out."""
+    """Evaluation of checkpoints by a gang of its own. `dispatch.map` refuses it, and debug mode leaves it out."""
     observers: tuple[Callable[[], Any], ...] = ()
-    """Functions or classes that return an `Observer`. The driver calls each one once per gang."""
+    """Functions or classes that return an `Observer`. The driver calls each once per gang."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -372,14 +401,15 @@ class EarlyStopping:
     """
 
     metric: str
-    """Name of the metric that is compared at the rungs. Rank 0 must log the metric together with `epoch`, which should
-    count from 1. The first record of an epoch counts, so log the metric at the epoch's end. A model whose metric is NaN
-    at a rung is stopped."""
+    """Metric that is compared at the rungs.
+
+    Rank 0 must log the metric together with `epoch`, which should count from 1. The first record of an epoch counts, so
+    log the metric at the epoch's end. A model whose metric is NaN at a rung is stopped.
+    """
     mode: Literal["min", "max"] | None = None
-    """Direction of the metric: `min` if low values are best, `max` if high values are best. None: by the words of the
-    metric's name, as in `Keep`."""
+    """`min` if low values are best, `max` if high values are best. None: by the metric's name, as in `Keep`."""
     reduction_factor: int = 4
-    """Divisor, from 2 up, of the number of compared models: one in `reduction_factor` models goes on."""
+    """Divisor, from 2 up: one in `reduction_factor` compared models goes on."""
     grace_period: int = 1
     """Number of epochs, from 1 up, that every model trains before its first comparison."""
 
@@ -421,17 +451,20 @@ class Search:
     """
 
     study: optuna.Study
-    """Study from `optuna.create_study`, possibly with a storage. Each trial gets the index of its model as
-    `user_attrs["model"]`."""
+    """Study from `optuna.create_study`. Each trial gets the index of its model as `user_attrs["model"]`."""
     suggest: Callable[[optuna.Trial], Any]
-    """Function that returns a trial's experiment, the argument of the trained function, by calls such as
-    `trial.suggest_float`. Called only in the process that calls `dispatch.map`."""
+    """Function that returns a trial's experiment, by calls such as `trial.suggest_float`.
+
+    Called only in the process that calls `dispatch.map`.
+    """
     num_models: int
     """Number of models to train, and so of trials in the study, from 1 up."""
     metric: str | None = None
-    """Name of the metric whose newest value, as logged by rank 0, is the result of a finished model. None: the result
-    is the return value of rank 0, and no model is stopped early. Rank 0 returns a number, or several for a study with
-    several directions."""
+    """Metric whose newest value, as logged by rank 0, is the result of a finished model.
+
+    None: rank 0's return value is the result, a number, or several for a study with several directions, and no model is
+    stopped early.
+    """
 
     def __post_init__(self) -> None:
         rules = {
@@ -459,31 +492,37 @@ class Wandb:
     """
 
     project: str
-    """Name of the Weights & Biases project that gets the run."""
+    """Weights & Biases project that gets the run."""
     entity: str | None = None
-    """User or team that owns the run. None: the default user or team of the API key."""
+    """User or team that owns the run. None: the default of the API key."""
     secret: Secret | None = None
-    """Flyte secret that holds the API key. None: the key that wandb finds, for example in `WANDB_API_KEY` or from
-    `wandb login`."""
+    """Flyte secret with the API key.
+
+    None: the key that wandb finds, for example in `WANDB_API_KEY` or from `wandb login`.
+    """
     mode: Literal["online", "offline", "disabled"] | None = None
-    """Mode of the run. None: the mode of wandb itself (`WANDB_MODE`, `wandb offline`). Its default is online with an
-    API key, else offline with a line in the log. Prompts are switched off."""
+    """Mode of the run.
+
+    None: wandb's own (`WANDB_MODE`, `wandb offline`), by default online with an API key, else offline with a line in
+    the log. Prompts are switched off.
+    """
     id: str | None = None
     r"""Id of the run: up to 128 characters without any of `/\#?%:`. None: `WANDB_RUN_ID`, or else derived from
     the Flyte execution and the workflow node, so that a retry continues the run. Random outside Flyte."""
     name: str | None = None
     """Display name of the run. None: `WANDB_NAME`, or else the task's name."""
     group: str | None = None
-    """Group of the run on the project's page. None: no group."""
+    """Group of the run on the project's page."""
     tags: tuple[str, ...] = ()
-    """Tags of the Weights & Biases run."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Entries that are added to the run's configuration, beside the task's inputs and the gang's size and backend."""
+    """Entries of the run's configuration, beside the task's inputs and the gang's size and backend."""
     host: str = "https://wandb.ai"
-    """Address of the Weights & Biases server, for the link from the Flyte console to the run's page."""
+    """Address of the server, for the link from the Flyte console to the run's page."""
     dir: str | None = None
-    """Folder for wandb's local files, such as offline runs, on rank 0's machine. None: `WANDB_DIR` of rank 0, or rank
-    0's working directory."""
+    """Folder for wandb's local files, such as offline runs, on rank 0's machine.
+
+    None: rank 0's `WANDB_DIR` or working directory.
+    """
 
     def __post_init__(self) -> None:
         require_extra("wandb", "Wandb(...)")
