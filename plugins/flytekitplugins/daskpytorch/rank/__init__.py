@@ -1,5 +1,4 @@
-"""One rank of a gang: a process that the fork server has forked.
+"""One rank of a gang: a process that the fork server has forked. `node` calls this package.
 
-Called by `node`. The driver's gang for debugging, `task` and `data` use parts in other processes. May import `protocol`
-and all below.
+May import `protocol` and all below. `driver`, `task` and `data` use parts in other processes.
 """

@@ -1,8 +1,8 @@
 """Serves the calls of a gang that stays, one after the other. Runs in a rank's main thread, until the gang closes.
 
-A call ends early by `KeyboardInterrupt`, at the same collective in each rank. A rank that leaves a call before a
-collective in which another rank waits would end the gang. So all ranks first halt, or wait in a collective. Then each
-rank runs on until it has entered the foremost rank's newest collective.
+A call ends early by `KeyboardInterrupt`, at the same collective in each rank: a rank that leaves before a collective in
+which another waits would end the gang. So all ranks first halt, or wait in a collective. Then each runs on until it has
+entered the foremost rank's newest collective.
 
     Ask(HALT) ──▶ halt at the next line ──▶ Answer ──▶ EndCall(at) ──▶ run on ──▶ KeyboardInterrupt
 """
@@ -34,15 +34,14 @@ from flytekitplugins.daskpytorch.rank import liveness, process_group, sources
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 SHARED = (bool, int, float, str, bytes, tuple, type, ModuleType, FunctionType)
-"""Types of values that Python or several names may share. No name is known to be bound to such a value by a call."""
+"""Python or several names may share values of these types: no name is known to be bound to them by a call."""
 CELL = "<cell of all ranks>"
-"""File name of the cell in tracebacks."""
 
 
 class Server:
     """Calls of one rank: orders that wait, and the values that the rank keeps.
 
-    `serve` runs in the main thread. The thread that receives orders calls `put` and the methods of `interrupter`.
+    `serve` runs in the main thread, `put` and the methods of `interrupter` in the thread that receives orders.
     """
 
     def __init__(
@@ -54,15 +53,9 @@ class Server:
         failure_of: Callable[[BaseException, int], Failure],
         ending_forks: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Prepare to serve calls.
+        """`folder` is this rank's alone, for sources of later calls, and need not exist.
 
-        Args:
-            link: Link to the driver.
-            folder: Folder of this rank alone, for sources of later calls. Need not exist.
-            stop_signal: The rank's signal to stop. After a call in which the signal has fired, the rank returns.
-            completed: Runs a coroutine that a function has returned to its end.
-            failure_of: Makes the report of an exception, of the call with this number.
-            ending_forks: Context that ends each process that a call has forked.
+        `failure_of` reports an exception of the call with this number.
         """
         self._link = link
         self._folder = folder
@@ -78,11 +71,10 @@ class Server:
         """Names of `__main__` that calls have bound to values that this rank keeps."""
 
     def put(self, order: CallOrder) -> None:
-        """Queue an order for the main thread."""
         self._orders.put(order)
 
     def serve(self) -> None:
-        """Run the gang's calls until the gang closes, or until a call ends after the rank's signal to stop."""
+        """Run calls until the gang closes, or until one ends after the rank's signal to stop."""
         self._present = dict(vars(sys.modules["__main__"]))
         while not isinstance(order := self._next(), Finish):
             if isinstance(order, Forget):
@@ -132,7 +124,7 @@ class Server:
         return None  # the call has ended by `sys.exit()`
 
     def _unpacked(self, parts: Sequence[memoryview]) -> Call:
-        """Unpickle a call. Note the names of `__main__` to which the pickle has bound values that this rank keeps.
+        """Unpickle a call, and note the names of `__main__` to which the pickle has bound values that this rank keeps.
 
         A notebook's function that uses a reference as a global binds the reference's name.
         """
@@ -144,7 +136,7 @@ class Server:
         return call
 
     def _forget(self, number: int) -> None:
-        """Free a kept value, also where a call's pickle has bound the value to a name of `__main__`."""
+        """Free a kept value, also where a call's pickle has bound it to a name of `__main__`."""
         value, main = values.pop(number, None), vars(sys.modules["__main__"])
         for name in list(self._bound):
             if main.get(name, self) is value:
@@ -152,14 +144,13 @@ class Server:
                 del main[name]
 
     def _take(self, order: NextCall, returned: Any) -> bytes | None:
-        """Keep the return value, or send it to the driver. Return the pickle that the report of the end carries."""
         if order.keeps:
             values[order.number], returned = returned, None
         return self._link.send_returned(returned)
 
 
 def _wait_for_gpu() -> None:
-    """Wait until this rank's GPU has done all work of the call, so that an error of the GPU belongs to the call."""
+    """Wait for the call's work on the GPU, so that an error of the GPU belongs to the call."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -169,19 +160,14 @@ def _wait_for_gpu() -> None:
 
 
 def remember(source: str) -> None:
-    """Have tracebacks of this process show the lines of a cell. `linecache` keeps the newest cell."""
+    """Have tracebacks show the lines of the newest cell."""
     linecache.cache[CELL] = (len(source), None, source.splitlines(keepends=True), CELL)
 
 
 def cell(source: str, kept: Mapping[str, Any]) -> str | None:
-    """Run a cell in this rank's `__main__`, and return its last expression's value as text.
+    """Run a cell in `__main__`, where it sees the `kept` values by name.
 
-    Args:
-        source: Python code of the cell.
-        kept: Values that the rank keeps, by the name of their reference in the notebook. The cell sees them by name.
-
-    Returns:
-        The `repr` of the value. None if the cell does not end with an expression, or the value is None.
+    Return its last expression's `repr`, if any.
     """
     main = vars(sys.modules["__main__"])
     remember(source)
@@ -203,7 +189,7 @@ def cell(source: str, kept: Mapping[str, Any]) -> str | None:
 RETRY_WAIT = 0.01
 """Seconds until the main thread is interrupted again, if it was sending a message to the agent."""
 HALT_TIME = 0.3
-"""Seconds that the main thread has to halt. After that time the main thread counts as waiting in a collective."""
+"""Seconds to halt, before the main thread counts as waiting in a collective."""
 MAX_HALT = 30.0
 """Seconds after which a halted main thread leaves the call without the driver's answer."""
 
@@ -215,21 +201,17 @@ class Interrupter:
         self._link = link
         self._lock = threading.Lock()
         self._running: int | None = None
-        """Number of the call that runs now. None between calls."""
         self._last_ended = 0
-        """Number of the newest call that the driver has ordered to end. 0: none."""
         self._at: int | None = None
-        """Number of the collective after which the rank leaves the call. None before the driver's answer."""
+        """Collective after which the rank leaves the call. None before the driver's answer."""
         self._counted: int | None = None
-        """Number of operations of the default group at the newest look into the flight recorder."""
+        """Operations of the default group at the newest look into the flight recorder."""
         self._has_halted, self._has_answer = threading.Event(), threading.Event()
 
     def halt(self, number: int) -> int:
-        """Halt in a call, or wait until the main thread waits in a collective.
+        """Halt, or wait until the main thread waits in a collective.
 
-        Returns:
-            Number of the collective in the default process group after which the rank can leave the call at the
-            earliest. 0 if unknown.
+        Returns the default group's collective after which the rank can leave the call. 0: unknown.
         """
         self._at = None
         self._has_answer.clear()
@@ -245,13 +227,11 @@ class Interrupter:
         return newest + count if (newest := newest_collective()) else 0
 
     def leave_at(self, at: int) -> None:
-        """Leave the call in which the rank has halted, after the collective with this number."""
         self._at = at
         self._has_answer.set()
 
     @contextlib.contextmanager
     def interruptible(self, number: int) -> Iterator[None]:
-        """Let the driver interrupt the block, which runs the call with this number."""
         signal.signal(signal.SIGINT, self._heed)
         with self._lock:
             self._running, is_ended = number, self._last_ended >= number
@@ -263,7 +243,7 @@ class Interrupter:
             self.leave()
 
     def leave(self) -> None:
-        """Have later interrupts no effect until the next call."""
+        """Let interrupts have no effect until the next call."""
         self._running = None
         if sys.gettrace() == self._trace:
             sys.settrace(None)
@@ -274,7 +254,7 @@ class Interrupter:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _heed(self, _: int, frame: FrameType | None) -> None:
-        """Handle SIGINT, but never in the middle of a message to the agent. Outside calls, SIGINT has no effect.
+        """Handle SIGINT in a call, but never in the middle of a message to the agent.
 
         A SIGINT without the driver's order is a debugger's or the user's own, and raises `KeyboardInterrupt` at once.
         """
@@ -325,7 +305,7 @@ def _is_in_backward() -> bool:
 
 
 def newest_collective() -> int:
-    """Return the number of the newest collective in the default process group. 0 if unknown.
+    """Return the number of the default group's newest collective. 0: unknown.
 
     The group's own counter also counts messages between two ranks, which need not be equal in all ranks.
     """

@@ -37,15 +37,7 @@ T = TypeVar("T")
 
 
 class RankCheckpoint(Checkpoint):
-    """Saves and loads checkpoints in one rank of a gang. Rank 0 saves one state at a time, and every rank loads it."""
-
     def __init__(self, order: RankOrder, link: GangLink) -> None:
-        """Prepare to save and load the checkpoints of a rank.
-
-        Args:
-            order: Settings of the rank from its agent, with the agent's folder for checkpoint files.
-            link: The rank's link to the driver, by way of the agent.
-        """
         job = order.job
         self._link = link
         self.sharded = ShardedCheckpoints(
@@ -64,15 +56,12 @@ class RankCheckpoint(Checkpoint):
 
     @property
     def loaded(self) -> SavedCheckpoint | None:
-        """The checkpoint that the last `load`, or `load_sharded` with `best` or `step`, read. None: no checkpoint."""
         return self._loaded
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Copy a state and write the copy in the background. Wait first until the previous state is written.
+        """Copy a state and write it in the background, once the previous one is written.
 
-        Raises:
-            TypeError: On rank 0, the state cannot be pickled. On any rank, the state has a sharded tensor, or a metric
-                is not a number.
+        Other ranks than 0 only check it.
         """
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
@@ -84,24 +73,17 @@ class RankCheckpoint(Checkpoint):
             self._worker.submit(functools.partial(self._write, copy_of(state), step, plain))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the newest state is written, or for `timeout` seconds. None: no limit."""
         until = None if timeout is None else time.monotonic() + timeout
         self._worker.flush(timeout)
         self.sharded.flush(None if until is None else until - time.monotonic())
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Save a state that is sharded over the ranks. Each rank writes a copy of its shard in the background."""
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
         with self._link.saving(step):
             self.sharded.save(state, step, plain)
 
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        """Fill a state from the newest sharded checkpoint before this attempt, from the best, or from that of `step`.
-
-        Returns:
-            The checkpoint's step. None: there is no checkpoint, and the state stays unchanged.
-        """
         check_best("load_sharded", self._best_by, best, step)
         if not best and step is None:
             start = self.sharded.load(state)
@@ -113,18 +95,6 @@ class RankCheckpoint(Checkpoint):
         return self.sharded.load(state, chosen) if chosen is not None else None
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
-        """Return the state of the checkpoint that this attempt starts from, or of another checkpoint. None without any.
-
-        Args:
-            best: True for the best checkpoint, by the metric in `Gang(keep=...)`.
-            step: Training step of another checkpoint. The newest of several with this step is read. None: the
-                checkpoint that this attempt starts from, or the best one.
-
-        Raises:
-            ValueError: `best` is True, and `Gang(keep=...)` has no metric or `step` is given, too.
-            LookupError: The gang keeps no checkpoint of this step.
-            OSError: The checkpoint did not arrive on this node, or not in time.
-        """
         check_best("load", self._best_by, best, step)
         if best or step is not None:
             file = self._await_choice(None if step is None else int(step), CheckpointFile)
@@ -135,7 +105,6 @@ class RankCheckpoint(Checkpoint):
         return read_checkpoint(self.folder / file.name) if file is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
-        """Return the checkpoints that the driver keeps, as of its newest message to this rank."""
         return self._link.kept
 
     def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
@@ -151,20 +120,9 @@ class RankCheckpoint(Checkpoint):
         self._link.send(written)
 
     def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
-        """Ask the driver for the best checkpoint or a step's checkpoint, and wait until it arrives on this node.
+        """Ask for the best checkpoint, or that of a step, and wait until it arrives on this node.
 
         Each rank asks. The n-th requests of all ranks get the same checkpoint, which the driver chooses for rank 0.
-
-        Args:
-            step: Training step of the checkpoint. None: the best checkpoint.
-            kind: `CheckpointFile` or `ShardedCheckpoint`.
-
-        Returns:
-            The checkpoint. None: there is no best checkpoint.
-
-        Raises:
-            LookupError: The gang keeps no checkpoint of this step.
-            OSError: The checkpoint did not arrive on this node, or not in time.
         """
         self._link.progress.move()
         self.flush()
@@ -193,11 +151,7 @@ class RankCheckpoint(Checkpoint):
 
 
 def write_checkpoint(folder: Path, attempt: int, state: Any, step: int, metrics: Mapping[str, float]) -> CheckpointFile:
-    """Write a whole checkpoint to a folder, under its final name once the file is complete.
-
-    Raises:
-        Exception: The disk is full, or an object in the state cannot be written.
-    """
+    """Write a whole checkpoint, under its final name once the file is complete."""
     import torch
 
     unfinished = folder / f"unfinished-{attempt}-{step}"
@@ -219,7 +173,6 @@ def write_checkpoint(folder: Path, attempt: int, state: Any, step: int, metrics:
 
 
 def read_checkpoint(path: Path) -> Any:
-    """Return the state in the file of a whole checkpoint, with its tensors on the CPU."""
     import torch
 
     # mmap: the ranks of a node share the file's pages. A tensor that a rank writes to gets its own pages.
@@ -230,17 +183,6 @@ def read_checkpoint(path: Path) -> Any:
 
 
 def check_best(method: str, metric: str | None, best: bool, step: int | None) -> None:
-    """Check the arguments of `load` and `load_sharded`.
-
-    Args:
-        method: Name of the method.
-        metric: Metric of the gang's `Keep`.
-        best: True if the user asks for the best checkpoint.
-        step: Training step that the user asks for.
-
-    Raises:
-        ValueError: `best` is True, and there is no metric, or a step is given, too.
-    """
     if best and (metric is None or step is not None):
         raise ValueError(
             f"checkpoint.{method}(best=True, step={step}): best=True takes no step, and needs "
@@ -249,15 +191,10 @@ def check_best(method: str, metric: str | None, best: bool, step: int | None) ->
 
 
 class _Copier(pickle.Pickler):
-    """Pickler that copies each tensor of a state once, even if the tensor occurs repeatedly in the state."""
+    """Copies each tensor of a state once, even if it occurs repeatedly."""
 
     def __init__(self, file: IO[bytes], *, only_looks: bool = False) -> None:
-        """Prepare to pickle a state.
-
-        Args:
-            file: File for the pickle, which has numbers in the places of tensors.
-            only_looks: True to copy no tensor, and only to raise an error for a sharded one.
-        """
+        """`only_looks` copies no tensor, and only raises an error for a sharded one."""
         import torch
 
         super().__init__(file, protocol=5)
@@ -268,11 +205,7 @@ class _Copier(pickle.Pickler):
         self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number that replaces a tensor in the pickle. None for other objects.
-
-        Raises:
-            _RefusedError: The tensor is sharded, or has no values to copy (meta device).
-        """
+        """Return the number that replaces a tensor in the pickle, or raise `_RefusedError`."""
         if not isinstance(obj, self._tensor):
             return None
         if isinstance(obj, self._sharded) or (obj.is_meta and not self._only_looks):
@@ -304,11 +237,8 @@ class _RefusedError(Exception):
 def copy_of(state: Any) -> Any:
     """Return a copy of a state, with tensors on the CPU, that later training steps leave unchanged.
 
-    Pickle carries the structure without tensors. This function defines no inner class or function, as their references
-    would keep the copy alive until Python's cyclic garbage collector runs.
-
-    Raises:
-        TypeError: A value cannot be pickled or is a sharded tensor.
+    Defines no inner class or function: their references would keep the copy alive until Python's cyclic garbage
+    collector runs.
     """
     buffer = io.BytesIO()
     copier = _Copier(buffer)
@@ -326,7 +256,7 @@ def copy_of(state: Any) -> Any:
 
 
 def _refuse_sharded(state: Any) -> None:
-    """Raise `TypeError` if a state has a sharded tensor, so that ranks which copy no state fail as rank 0 does."""
+    """Ranks that copy no state must fail at a sharded tensor as rank 0 does."""
     if not sharded_classes():
         return
     try:
@@ -355,7 +285,7 @@ def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
 
 
 def _name_in(state: Any, wanted: object) -> str:
-    """Return an object's position in a state as a Python expression, for example `state['model'].weight`."""
+    """Return an object's position as a Python expression, for example `state['model'].weight`."""
     waiting, seen = deque([("state", state)]), set()
     while waiting:
         name, obj = waiting.popleft()
@@ -395,10 +325,7 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's type and message as text, or those of the `OSError` that caused the error.
-
-    For a full disk, torch's own error reports only a wrong file position.
-    """
+    """Return the text of the error's `OSError`, if any: for a full disk, torch reports only a wrong file position."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):

@@ -14,13 +14,9 @@ if TYPE_CHECKING:
 
 
 def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str, Any] | None = None) -> None:
-    """Save the files in rank 0's folder as the newest checkpoint.
+    """Save the files in rank 0's folder, and each rank's `own` of the same path, as the newest checkpoint.
 
-    Args:
-        folder: The folder. All ranks use the same path, on one machine or several.
-        step: Training step of the files.
-        own: Names of files that this rank has written. Rank 0's folder may lack them, on another machine.
-        metrics: Numbers or one-element tensors by name, which rate the checkpoint. Only those of rank 0 count.
+    Rank 0's folder may lack `own` files of ranks on other machines. Only rank 0's metrics count.
     """
     rank = current_rank()
     owned = gathered({name: _read(folder / name) for name in own if (folder / name).is_file()})
@@ -30,11 +26,11 @@ def keep(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str,
 
 
 class KeptFiles:
-    """Files of the checkpoint that this attempt of the gang starts from. All ranks of a worker share one copy."""
+    """Files of the checkpoint that this attempt starts from. All ranks of a worker share one copy."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        """Folder with the checkpoint's files. None on a start without a checkpoint, and after `remove`."""
+        """None on a start without a checkpoint, and after `remove`."""
         self._own: TemporaryDirectory[str] | None = None
         rank = current_rank()
         if rank.local_rank == 0 and (state := rank.checkpoint.load()) is not None:
@@ -47,7 +43,7 @@ class KeptFiles:
             self.folder = Path(first)
 
     def remove(self) -> None:
-        """Remove the copy of the checkpoint's files. Call after all ranks of the worker have read the files."""
+        """Call after all ranks of the worker have read the files."""
         self.folder = None
         if self._own is not None:
             self._own.cleanup()
@@ -73,7 +69,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> torch.Tensor:
-    """Return a file's content as a tensor of bytes (uint8). `bytes` may take twice their size in a pickle."""
+    """Return a file's content as uint8, since `bytes` may take twice their size in a pickle."""
     import torch
 
     data = bytearray(path.read_bytes())

@@ -1,7 +1,7 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-Ranks have no terminal. A rank that calls pdb waits until the driver attaches its terminal, or a user attaches another
-one by `daskpytorch attach`. While a prompt is shown, a pseudo-terminal is its standard input, output and error.
+Ranks have no terminal. A rank that calls pdb waits until the driver attaches its terminal, or a user another one by
+`daskpytorch attach`. While a prompt is shown, a pseudo-terminal is its standard input, output and error.
 """
 
 from __future__ import annotations
@@ -36,14 +36,11 @@ if TYPE_CHECKING:
 
 
 MAX_SAID = 200
-"""Maximum number of characters of an exception's text in the notice that its rank is held."""
 HOST = "127.0.0.1"
-"""Address at which a rank waits for an editor's debugger. Only loopback, as whoever connects can run any code."""
+"""Only loopback, as whoever connects can run any code."""
 
 
 class Prompt:
-    """The prompts of this rank's debugger."""
-
     def __init__(self, order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:
         self.rank = order.place.rank
         self._folder = Path(order.scratch)
@@ -51,22 +48,17 @@ class Prompt:
         self._timeout = order.job.settings.attach_timeout
         self._send = send
         self._terminal: PseudoTerminal | None = None
-        """This rank's pseudo-terminal. None before the first prompt."""
         self.is_call_ending = False
-        """True if the driver ends the present call of a gang that stays. Prompts then end within a second."""
+        """The driver ends the present call of a gang that stays: prompts end within a second."""
         self._pid = os.getpid()
         self.failure: Failure | None = None
-        """Report of the exception for which the rank is held. None: the rank is not held."""
+        """Report of the exception for which the rank is held."""
         self._describe()
 
     def hold(self, error: BaseException, failure: Failure) -> None:
         """Hold the rank in pdb's post-mortem mode until a terminal has attached and left, or none attaches in time.
 
         Quit debuggers, failed GPUs, and consequences of another rank's end hold no rank.
-
-        Args:
-            error: The exception of the user's function.
-            failure: Report of the exception, for the driver.
         """
         is_own = isinstance(error, Exception) and not isinstance(error, (bdb.BdbQuit, NoDebuggerError))
         if not is_own or failure.is_consequence or failure.gpu_fault:
@@ -84,16 +76,10 @@ class Prompt:
             self.failure = None
 
     def show(self, where: str, interact: Callable[[], bool]) -> None:
-        """Call `interact` with this rank's pseudo-terminal as standard input, output and error.
+        """Call `interact` with the pseudo-terminal as standard input, output and error. `where` is shown to users.
 
-        Args:
-            where: Text about the rank for users, such as `stops at train.py:12 (train)`.
-            interact: Shows prompts until the user lets the rank go on, or until the end of the input. Returns True if
-                the rank will show its next prompt soon.
-
-        Raises:
-            KeyboardInterrupt: The driver ends the call.
-            NoDebuggerError: No terminal was attached in time, or this process was forked by the rank.
+        `interact` returns True if the next prompt follows soon. Raises `KeyboardInterrupt` if the driver ends the call,
+        `NoDebuggerError` in a forked process, or if no terminal was attached in time.
         """
         if os.getpid() != self._pid:
             raise NoDebuggerError(
@@ -133,7 +119,6 @@ class Prompt:
 
 
 def watch_pdb(prompt: Prompt) -> None:
-    """Show each prompt of pdb, also that of `breakpoint()`, at the terminal that attaches."""
     after_import("pdb", "Pdb", functools.partial(_at_terminal, prompt))
 
 
@@ -156,7 +141,6 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
 
 
 def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
-    """Return the text for users about the place of a debugger's prompt. pdb's post-mortem mode has no frame."""
     if failure is not None:
         said, *_ = failure.message.splitlines() or [""]
         return f"raised {failure.type_name}: {said[:MAX_SAID]}"
@@ -166,12 +150,12 @@ def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
 
 
 def _is_stepping(debugger: Any) -> bool:
-    """Return True if pdb is stepping, and so shows its next prompt soon. After `continue`, `stoplineno` is -1."""
+    """Return True if pdb shows its next prompt soon. After `continue`, `stoplineno` is -1."""
     return not debugger.quitting and getattr(debugger, "stoplineno", -1) != -1 and sys.gettrace() is not None
 
 
 def explain(error: BaseException, rank: int) -> None:
-    """Name the rank in the error of a debugger that the user has quit, and cut pdb's frames from a debugger's error."""
+    """Name the rank in the error of a debugger that the user has quit, and cut pdb's frames from it."""
     if isinstance(error, bdb.BdbQuit) and not error.args:
         error.args = (f"rank {rank} was quit in its debugger, and all others with it",)
     if isinstance(error, (bdb.BdbQuit, NoDebuggerError)):
@@ -183,13 +167,7 @@ def explain(error: BaseException, rank: int) -> None:
 
 
 def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:
-    """Wait until an editor has attached to this rank's debugging port, if the user has given the rank one.
-
-    `breakpoint()` then stops in the editor.
-
-    Raises:
-        ImportError: debugpy is not installed on this rank's host.
-    """
+    """Wait until an editor has attached to this rank's port, if it has one. `breakpoint()` then stops in the editor."""
     rank = order.place.rank
     if (port := order.job.debugging.ports.get(rank)) is None:
         return
@@ -211,33 +189,23 @@ def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], Non
 # pseudo-terminal: it passes keys and output on, and can come and go without the rank's notice.
 
 KEPT_FOR = 1.0
-"""Seconds that a rank whose debugger steps keeps the driver's terminal. A step over a collective may need another
-rank."""
+"""Seconds that a stepping rank keeps the driver's terminal, as a step over a collective may need another rank."""
 LOOK_INTERVAL = 0.5
-"""Seconds between two checks whether a terminal is attached."""
 GREET_TIME = 1.0
-"""Timeout, in seconds, for a process to say which terminal it attaches."""
 MAX_STALL = 1.0
-"""Maximum number of seconds for which a prompt's begin and end wait until output was read."""
+"""Maximum seconds for which a prompt's begin and end wait until output was read."""
 END_INPUT = b"\x15\x04"
-"""Keys Ctrl-U and Ctrl-D, by which a prompt reads the end of the file."""
+"""Ctrl-U and Ctrl-D, which end a prompt's input."""
 
 
 class PseudoTerminal:
     """Terminal without a screen, which the process of the attached terminal serves."""
 
     is_given_up = False
-    """True if the prompt was ended: no terminal was attached in time, or the driver ends the call."""
+    """The prompt was ended: no terminal was attached in time, or the driver ends the call."""
 
     def __init__(self, folder: Path, rank: int, timeout: float, is_call_ending: Callable[[], bool]) -> None:
-        """Wait for terminals, in a thread.
-
-        Args:
-            folder: The folder of the rank's agent.
-            rank: The rank.
-            timeout: Seconds at a prompt without an attached terminal after which the prompt is ended.
-            is_call_ending: Returns True if the driver ends the present call, with its prompts.
-        """
+        """After `timeout` seconds at a prompt without an attached terminal, the prompt is ended."""
         self._rank = rank
         self._timeout = timeout
         self._is_call_ending = is_call_ending
@@ -248,14 +216,13 @@ class PseudoTerminal:
         self._is_drivers = False
         self._is_at_prompt = False
         self._is_read = False
-        """True if a terminal has shown the present prompt. A terminal that takes its place gets the prompt anew."""
+        """A terminal has shown the present prompt, which the next terminal gets anew."""
         self._since = 0.0
-        """Time of the prompt's begin or end, or at which a terminal was last seen attached."""
+        """When the prompt began or ended, or a terminal was last seen attached."""
         threading.Thread(target=self._serve, name="daskpytorch-terminal", daemon=True).start()
 
     @property
     def is_attached(self) -> bool:
-        """True if a terminal is attached."""
         return self._attached is not None
 
     @contextlib.contextmanager
@@ -317,7 +284,7 @@ class PseudoTerminal:
             self._attached, self._is_drivers, self._is_read = attaching, is_drivers, True
 
     def _heed(self, attached: socket.socket) -> None:
-        """Interrupt the main thread at Ctrl-C. Detach a terminal that has left, or a running rank's at Ctrl-C."""
+        """Interrupt the main thread at Ctrl-C, or detach a terminal that has left, or a running rank's at Ctrl-C."""
         key = b""
         with contextlib.suppress(OSError):
             key = attached.recv(1)
@@ -339,13 +306,12 @@ class PseudoTerminal:
 
 
 def _flush_output() -> None:
-    """Flush `sys.stdout` and `sys.stderr`."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 
 
 def _wait_until_read(descriptor: int) -> None:
-    """Wait until the reader has taken what was written to this pipe or terminal, for at most `MAX_STALL` seconds."""
+    """Wait until the pipe's or terminal's reader has taken all, for at most `MAX_STALL` seconds."""
     deadline = time.monotonic() + MAX_STALL
     with contextlib.suppress(OSError):
         while any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
 """Changes of libraries in a rank: Lightning, Accelerate and Transformers find the gang, and loaders end with the rank.
 
 On a machine without GPUs, Lightning's default `Trainer()` and Accelerate assume a world of one rank, despite the
-process group. Each rank would silently train a model of its own. So the libraries count the gang's ranks, and Trainers
-that do not fit the gang are refused. The workers of a rank's DataLoaders ignore SIGTERM: only the rank ends them.
+process group: each rank would silently train a model of its own. So they count the gang's ranks, and Trainers that do
+not fit are refused. The workers of a rank's DataLoaders ignore SIGTERM: only the rank ends them.
 
 Runs in a rank, when the libraries are imported, and in the loaders' workers.
 """
@@ -27,9 +27,8 @@ from wrapt import register_post_import_hook
 from flytekitplugins.daskpytorch.process import signals
 
 MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
-"""Library -> oldest version that passed the tests. This package's callback for a library may need a newer version."""
+"""Oldest versions that passed the tests. This package's callback for a library may need a newer one."""
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
-"""Modules with Lightning's `Trainer` and `Fabric`, for each of the two names under which Lightning is published."""
 
 
 def guide() -> None:
@@ -48,7 +47,7 @@ def guide() -> None:
 
 
 def after_import(module: str, part: str, change: Callable[[Any], object]) -> None:
-    """Call `change` with a library's module once this rank has imported the module.
+    """Call `change` with a library's module once this rank has imported it.
 
     A program's own module of the same name, such as its `distributed.py`, lacks the library's `part` and is left alone.
     """
@@ -56,11 +55,7 @@ def after_import(module: str, part: str, change: Callable[[Any], object]) -> Non
 
 
 def require(library: str, minimum: str) -> None:
-    """Check the version of an imported library.
-
-    Raises:
-        ImportError: The library is older than `minimum`.
-    """
+    """Raise `ImportError` if an imported library is older than `minimum`."""
     from packaging.version import Version
 
     found = sys.modules[library].__version__
@@ -76,7 +71,7 @@ def _world_size() -> int:
 
 
 def _num_devices() -> int:
-    """Return the number of devices per node as Lightning counts: 1 if the rank sees one GPU, else the node's ranks."""
+    """Return the devices per node as Lightning counts: 1 if the rank sees one GPU, else the node's ranks."""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     return 1 if len(visible) == 1 else int(os.environ["LOCAL_WORLD_SIZE"])
 
@@ -86,22 +81,22 @@ def _num_nodes() -> int:
 
 
 def _host_rank() -> int:
-    """Return the rank's index on its host. LOCAL_RANK may differ, as it is the index of the rank's GPU."""
+    """LOCAL_RANK may differ, as it is the index of the rank's GPU."""
     return int(os.environ["NODE_LOCAL_RANK"])
 
 
 def _count_over_host(module: ModuleType) -> None:
-    """Make Transformers find a host's first process by the rank's index on its host. The rank's device is unchanged."""
+    """Make Transformers find a host's first process by the index on the host. The rank's device is unchanged."""
     module.TrainingArguments.local_process_index = property(lambda _: _host_rank())
 
 
 def _count_ranks_as_devices(module: ModuleType) -> None:
-    """Make Lightning's default `devices="auto"` mean one device per rank of the node, on a machine without GPUs."""
+    """Make Lightning's default `devices="auto"` one device per rank of the node, on a machine without GPUs."""
     module.CPUAccelerator.auto_device_count = staticmethod(_num_devices)
 
 
 def _check_trainers(module: ModuleType) -> None:
-    """Make each `Trainer.fit` check that the Trainer uses all ranks. Other methods may use one device, as for tests."""
+    """Make `Trainer.fit` check that it uses all ranks. Other methods may use one device, as for tests."""
     fit = module.Trainer.fit
 
     @functools.wraps(fit)
@@ -174,15 +169,14 @@ PRELOADED = f"{__package__}.loaders_preload"
 
 _set_preloaded = forkserver.set_forkserver_preload
 _preloaded = ["__main__"]
-"""Modules that `multiprocessing`'s fork server imports ahead. The first value is Python's default."""
+"""Modules that `multiprocessing`'s fork server imports ahead, at first Python's default."""
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-"""DataLoader workers of this process that may still run."""
 _iterating = threading.local()
 """`pid`: this process's id while this thread runs `DataLoader.__iter__`, which starts the workers."""
 
 
 def shield() -> None:
-    """Patch `DataLoader` in this process, so that all its workers ignore SIGTERM, with any start method."""
+    """Patch `DataLoader`, so that all its workers ignore SIGTERM, with any start method."""
     from torch.utils.data import DataLoader
 
     iterate, start = DataLoader.__iter__, BaseProcess.start
@@ -219,14 +213,7 @@ def shield() -> None:
 
 
 def _begin(given: Callable[[int], None] | None, worker: int) -> None:
-    """Make this DataLoader worker ignore SIGTERM, and call the user's `worker_init_fn`.
-
-    Runs after torch has set signal handlers in the worker.
-
-    Args:
-        given: The user's `worker_init_fn`. None without one.
-        worker: Index of the worker in its loader.
-    """
+    """Runs in a DataLoader's worker, after torch has set signal handlers."""
     signals.leave_sigterm_to_parent()
     if given is not None:
         given(worker)
@@ -238,10 +225,7 @@ def _kill_workers() -> None:
 
 
 def _note_preloaded(modules_names: list[str]) -> None:
-    """Pass the user's modules on to `multiprocessing`'s fork server, and store their names.
-
-    `multiprocessing` has no public function that returns the names.
-    """
+    """Note the user's modules, as `multiprocessing` has no public function that returns their names."""
     _preloaded[:] = modules_names
     _set_preloaded(modules_names)
 
@@ -249,8 +233,8 @@ def _note_preloaded(modules_names: list[str]) -> None:
 def _start_forerunners(start_method: str | None) -> None:
     """Start `multiprocessing`'s own server processes before SIGTERM is blocked.
 
-    A fork server that starts with SIGTERM blocked would pass the blocked signal on to all its children for ever. The
-    resource tracker would unblock SIGTERM too early.
+    A fork server that starts with SIGTERM blocked would pass it on to all its children for ever. The resource tracker
+    would unblock SIGTERM too early.
     """
     if start_method == "forkserver":
         _set_preloaded([*_preloaded, PRELOADED])

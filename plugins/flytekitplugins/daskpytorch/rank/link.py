@@ -33,47 +33,37 @@ if TYPE_CHECKING:
 
 
 INTERVAL = 0.2
-"""Maximum number of seconds that a log record of rank 0 waits to be sent. A killed rank loses its waiting records."""
+"""Seconds that a log record of rank 0 waits at most. A killed rank loses its waiting records."""
 INTERVAL_OF_OTHERS = 1.0
-"""Maximum number of seconds that a log record of any other rank waits to be sent, in a gang of up to 500 ranks. Ranks
-of larger gangs wait longer. No display shows these records at once."""
+"""Seconds that another rank's log record waits at most, in a gang of up to 500 ranks, as no display shows it at
+once."""
 MAX_MESSAGES = 500
-"""Maximum number of messages with log records per second that the driver gets from all ranks but rank 0 together."""
+"""Messages with log records per second that the driver gets from all ranks but rank 0 together."""
 MAX_WAITING = 1 << 10
-"""Maximum number of log records that wait in a rank. At this number, the logging thread sends all records itself, and
-so waits for the agent."""
+"""Log records at which the logging thread sends all itself, and so waits for the agent."""
 
 
 def interval_of(rank: int, world_size: int) -> float:
-    """Return the maximum number of seconds that a log record of this rank waits to be sent."""
     return INTERVAL if rank == 0 else max(INTERVAL_OF_OTHERS, world_size / MAX_MESSAGES)
 
 
 class Records:
-    """Queue that sends a rank's log records in groups. The first record after a pause is sent at once.
+    """Sends a rank's log records, and other reports that may wait, in groups, but the first after a pause at once.
 
-    The queue also takes other reports that may wait.
-
-    A message costs a system call, and time in the agent and the driver. Code that runs between two steps finds cold
-    caches and takes ten times as long, so the queue prepares many records at once.
+    A message costs a system call, and time in agent and driver. Code that runs between two steps finds cold caches and
+    takes ten times as long.
     """
 
     def __init__(self, send: Callable[[], None], interval: float) -> None:
-        """Create an empty queue.
-
-        Args:
-            send: Called when waiting records must be sent. The function must call `take` and send the result.
-            interval: Maximum number of seconds that a record waits.
-        """
+        """`send` must call `take` and send the result."""
         self._send = send
         self._interval = interval
         self._waiting: deque[LogRecord | messages.Spent | messages.Noted] = deque()
         self._send_at = 0.0
-        """Time, in seconds on the monotonic clock, from which a new record is sent at once."""
+        """Monotonic time from which a new record is sent at once."""
         self._sender: threading.Thread | None = None
 
     def add(self, record: LogRecord | messages.Spent | messages.Noted) -> None:
-        """Queue a record, and send it at once or within the queue's interval."""
         self._waiting.append(record)
         if time.monotonic() >= self._send_at or len(self._waiting) >= MAX_WAITING:
             self._send()
@@ -82,9 +72,9 @@ class Records:
             self._sender.start()
 
     def take(self) -> list[LogRecord | messages.Spent | messages.Noted]:
-        """Remove and return all waiting records in order, without metrics of the user's classes.
+        """Remove all waiting records, without metrics of the user's classes.
 
-        Only one thread at a time may call this method.
+        Only one thread at a time may call this.
         """
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         if waiting:
@@ -98,12 +88,11 @@ class Records:
                 self._send()
 
     def _patience(self) -> float:
-        """Return the seconds until waiting records must be sent. Each `take` begins a new interval."""
         return max(0.0, self._send_at - time.monotonic())
 
 
 class GangLink(Link):
-    """Connection of a gang's rank to its driver, for reports and answers. All methods are safe in any thread."""
+    """A rank's connection to its driver. All methods are safe in any thread."""
 
     takes_results = True
 
@@ -113,15 +102,14 @@ class GangLink(Link):
         self.progress = Progress()
         self.ledger = Ledger()
         self.observers = RankObservers()
-        """Observers in this process, which receive each log record at once. Only rank 0 has observers."""
+        """Only rank 0 has observers."""
         self._observers_lock = threading.RLock()
-        """Lock of the observers, as metrics of evaluations arrive in another thread than the function's."""
+        """Metrics of evaluations arrive in another thread than the function's."""
         self.folder: Callable[[], object] | None = None
-        """Function that returns the Flyte task's folder for the files that ranks submit. None outside a task."""
+        """Returns the Flyte task's folder for submitted files. None outside a task."""
         self.ended = threading.Event()
-        """Set when the user's function has returned in every rank of the gang."""
+        """Set when the user's function has returned in every rank."""
         self.kept: Sequence[SavedCheckpoint] = job.kept
-        """Checkpoints that the gang keeps, by the driver's newest message."""
         self._channel = channel
         self._is_main = place.rank == 0
         self._driver_folder = Path(order.driver_folder) if order.driver_folder is not None else None
@@ -132,21 +120,19 @@ class GangLink(Link):
         self._num_asked: Counter[Question] = Counter()
         self._hinted: set[str] = set()
         self.has_delivered = False
-        """True once the rank has reported that the user's function has returned."""
+        """The user's function has returned, and the rank has reported that."""
         self.has_failed = False
-        """True once the rank has failed by itself, not by another rank's end. Then its main thread ends the process."""
+        """The rank has failed by itself, not by another rank's end. Then its main thread ends the process."""
         self.has_reported = False
-        """True once the rank has reported its own failure."""
         self.has_closed_observers = threading.Event()
         """Set when the main thread has closed the observers at the rank's end."""
         self._gives_hints = job.settings.hints
         self.records = Records(self.send_records, interval_of(place.rank, place.world_size))
-        """Queue of log records, and of other reports that need not be sent at once."""
         here = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _fall_silent(here()))
 
     def fall_silent(self) -> None:
-        """Stop the sending of reports in this process, which the rank has forked."""
+        """Send no reports in this process, which the rank has forked."""
         self._lock, self._submit_lock = threading.Lock(), threading.Lock()  # the fork may have copied locked locks
         self._observers_lock = threading.RLock()
         self._channel.close()
@@ -154,7 +140,6 @@ class GangLink(Link):
     # ---- methods that `RankContext` calls
 
     def log(self, record: LogRecord) -> None:
-        """Report a log record: to this process's observers at once, to the driver soon."""
         self.ledger.mark()
         self.show(record)
         self.records.add(record)
@@ -162,78 +147,55 @@ class GangLink(Link):
             self.hint(usage.of_loss(record))
 
     def show(self, record: LogRecord) -> None:
-        """Give this process's observers a log record, such as one of an evaluation, which the driver has already."""
+        """Give observers a log record, such as one of an evaluation, which the driver has already."""
         with self._observers_lock:
             self.observers.call("on_log", record)
 
     def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        """Make the trackers in rank 0 record a model's gradients every `log_freq` optimizer steps."""
         self.observers.call("on_watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
-        """Send a result file to the driver in pieces. Other reports may be sent between two pieces.
-
-        Args:
-            path: Path of the file, relative to the folder into which the driver writes results.
-            data: Content of the file.
-
-        Raises:
-            OSError: The agent has ended, so the rank cannot reach the driver.
-        """
+        """Other reports may be sent between two pieces of a file."""
         with self._submit_lock:
             for piece in payload.cut(path, data):
                 self._send_piece(piece)
 
     def results_folder(self) -> Any:
-        """Return the Flyte task's folder for submitted files, and make the driver create it. None outside a task."""
+        """Return the Flyte task's folder for submitted files, and make the driver create it."""
         if self.folder is None:
             return None
         self.submit("", b"")
         return self.folder()
 
     def spending(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Count the time of a `with` block under a field of `Goodput`, such as `evaluation`."""
         return self.ledger.spending(part)
 
     def goodput(self) -> Goodput:
-        """Return the driver's account of the gang's time so far.
-
-        Raises:
-            TimeoutError: The driver did not answer within the gang's `start_timeout`.
-        """
         self.send(messages.Spent(self.ledger.seconds()))
         return self.await_goodput(self._timeout)
 
     def await_goodput(self, timeout: float) -> Goodput:
-        """Ask the driver for the account of the gang's time, and wait for it.
-
-        Raises:
-            TimeoutError: The driver did not answer within `timeout` seconds.
-        """
         account: Goodput = self.ask(Question.GOODPUT).result(timeout).value
         return account
 
     # ---- reports
 
     def send(self, report: messages.ShortReport) -> None:
-        """Send a report to the driver. Ignore a failed send, as a rank without an agent ends soon."""
+        """Ignore a failed send, as a rank without an agent ends soon."""
         data = pickle.dumps(report)  # no objects of the user's but plain values and bytes
         self.has_delivered |= isinstance(report, messages.Returned)
         with contextlib.suppress(OSError):
             self._send_in_turn(data)
 
     def send_moves(self, num_moves: int) -> None:
-        """Report the number of this rank's signs of life so far, such as optimizer steps."""
         with contextlib.suppress(OSError):
             self._send_in_turn(messages.NUM_MOVES.pack(num_moves))
 
     def send_records(self) -> None:
-        """Send the queued log records now."""
         with contextlib.suppress(OSError):
             self._send_in_turn(b"")
 
     def _send_in_turn(self, data: bytes) -> None:
-        """Send all queued log records to the agent, and then these bytes."""
         with self._lock:
             if records := self.records.take():
                 self._channel.send_bytes(pickle.dumps(records))
@@ -242,32 +204,29 @@ class GangLink(Link):
 
     @property
     def is_sending(self) -> bool:
-        """True while a thread sends a message to the agent."""
         return self._lock.locked()
 
     def note(self, text: str) -> None:
-        """Send the driver a line to show to the user."""
         self.send(messages.Noted(text))
 
     def hint(self, note: messages.Noted | None) -> None:
-        """Report a hint, unless this rank has reported one of the same kind. None: report nothing."""
+        """Report a hint, unless this rank has reported one of the same kind."""
         if note is not None and note.hint not in self._hinted:
             self._hinted.add(note.hint)
             self.records.add(note)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Count the block's time as spent on saving this step's checkpoint. Rank 0 then reports its account of time."""
+        """Rank 0 then reports its account of time."""
         with self.ledger.spending("saving"):
             yield
         if self._is_main:
             self.records.add(messages.Spent(self.ledger.seconds(), step))
 
     def send_returned(self, value: Any) -> bytes | None:
-        """Send the function's return value to the driver, or return its pickle, unsent, if that is small.
+        """Send the return value to the driver, or return its pickle, unsent, if that is small.
 
-        A pickle of more than 64 KiB is sent as a file if the driver can open the file and the disk has room, otherwise
-        in pieces.
+        More than 64 KiB go as a file if the driver can open the file and the disk has room, otherwise in pieces.
         """
         parts = pickled(value)
         if len(parts) == 1 and len(parts[0]) <= payload.SMALL_SIZE:
@@ -283,13 +242,9 @@ class GangLink(Link):
     # ---- questions, and their answers
 
     def large(self, number: int = 0) -> list[memoryview]:
-        """Wait for a large call, and return its parts from memory that all of the node's ranks share.
+        """Wait for a large call, and return its parts from memory that the node's ranks share.
 
-        Args:
-            number: Number of a staying gang's call. 0: the call of any other gang.
-
-        Raises:
-            OSError: The transfer of the arguments failed.
+        `number` is 0 in a gang that does not stay. Raises `OSError` if the transfer failed.
         """
         arrived = self.answer(Question.ARGUMENTS, number).result()
         del self._answers[Question.ARGUMENTS, number]
@@ -301,7 +256,6 @@ class GangLink(Link):
         return arrived.value.mapped()
 
     def ask(self, question: Question, about: object = None) -> Future[Answer]:
-        """Ask the driver, and return a future of the answer."""
         self._num_asked[question] += 1
         number = self._num_asked[question]
         answer = self.answer(question, number)
@@ -309,11 +263,11 @@ class GangLink(Link):
         return answer
 
     def answer(self, question: Question, number: int = 0) -> Future[Answer]:
-        """Return a future of an answer, which need not have been asked for. By default of the one before questions."""
+        """Return a future of an answer, which need not have been asked for."""
         return self._answers.setdefault((question, number), Future())
 
     def take(self, answer: Answer) -> None:
-        """Give an answer to the future that waits for it. Ignore repeated answers."""
+        """Ignore repeated answers."""
         future = self.answer(answer.question, answer.number)
         if not future.done():  # another rank of this node has asked, too
             future.set_result(answer)
@@ -327,15 +281,11 @@ def _fall_silent(link: GangLink | None) -> None:
 # ---- Return values for the driver, which has no GPU and no process group
 
 MAX_DEPTH = 2
-"""Maximum depth of nested containers in which models are unwrapped: the tuple of outputs, then a list or dict."""
+"""Depth of containers in which models are unwrapped: the tuple of outputs, then a list or dict."""
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the value with each `DistributedDataParallel` replaced by its model, also in tuples, lists and dicts.
-
-    Raises:
-        TypeError: The value is sharded over the ranks.
-    """
+    """Replace each `DistributedDataParallel` by its model, also in tuples, lists and dicts."""
     from torch.nn.parallel import DistributedDataParallel
 
     sharded = sharded_classes()
@@ -355,11 +305,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
-    """Check that the return value of a task with several outputs is a tuple with one part per output.
-
-    Raises:
-        TypeError: The value has another number of parts.
-    """
+    """Raise `TypeError` unless a task with several outputs has returned a tuple with one part per output."""
     if len(names) < 2 or (isinstance(returned, tuple) and len(returned) == len(names)):
         return
     what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -370,11 +316,7 @@ def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
 
 
 def pickled(value: Any) -> list[memoryview]:
-    """Return a pickled return value in parts, with CUDA tensors on the CPU and `DistributedDataParallel` as its model.
-
-    Raises:
-        TypeError: The value cannot be pickled, or is sharded over the ranks.
-    """
+    """Pickle a return value in parts, with CUDA tensors on the CPU and `DistributedDataParallel` as its model."""
     file, aside = io.BytesIO(), list[memoryview]()
     try:
         _pickler(sharded_classes())(file, protocol=5, buffer_callback=pickler.put_apart(aside)).dump(value)
@@ -388,7 +330,6 @@ def pickled(value: Any) -> list[memoryview]:
 
 @functools.cache
 def _pickler(sharded: tuple[type, ...]) -> type[pickler.Pickler]:
-    """Return the pickler of return values. `sharded` are the classes that it refuses."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -410,11 +351,6 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _refuse_sharded(value: object, kinds: tuple[type, ...]) -> None:
-    """Check that the value is not an instance of a sharded class.
-
-    Raises:
-        TypeError: The other ranks hold parts of the value.
-    """
     if isinstance(value, kinds):
         raise TypeError(
             f"a {type(value).__name__} belongs to all ranks together. On all ranks call get_model_state_dict(model, "

@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
 def watch(order: RankOrder, link: GangLink) -> None:
-    """Start a thread that reports this rank's number of signs of life, unless the gang has no hang timeout."""
+    """Start a thread that reports this rank's signs of life, unless the gang has no hang timeout."""
     pulse, progress = order.job.pulse, link.progress
     if pulse is None:
         return
@@ -40,13 +40,12 @@ def watch(order: RankOrder, link: GangLink) -> None:
 
 
 def send_collectives(link: GangLink) -> None:
-    """Report this rank's newest collectives to the driver, before the rank's end."""
     if (recalled := recall()) is not None:
         link.send(recalled)
 
 
 def write_stacks_to(path: Path) -> None:
-    """From now on, write the main thread's stack to this file on SIGQUIT, and all stacks to the log on a crash in C."""
+    """Write the main thread's stack to this file on SIGQUIT, and all stacks to the log on a crash in C."""
     global _stacks_file
     faulthandler.enable()
     _stacks_file = path.open("a+")
@@ -55,10 +54,7 @@ def write_stacks_to(path: Path) -> None:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads. This thread holds the GIL meanwhile, so that the stacks do not change.
-
-    Returns "" outside a rank's own process.
-    """
+    """Return all threads' stacks, or "" outside a rank's own process. Holds the GIL, so that they do not change."""
     if _stacks_file is None:
         return ""
     _stacks_file.truncate(0)
@@ -69,24 +65,24 @@ def stacks() -> str:
 
 
 def show(stacks: str) -> None:
-    """Write stacks to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
+    """Write to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
     with contextlib.suppress(OSError):  # standard error may be closed
         os.write(2, f"\n{stacks}".encode())
 
 
 _stacks_file: IO[str] | None = None
-"""File for the rank's stacks, open as long as the rank may receive SIGQUIT. None outside a rank's own process."""
+"""Open as long as the rank may receive SIGQUIT. None outside a rank's own process."""
 
 
 # ---- Collectives, from torch's flight recorder
 
 
 HOOK = 0x6461736B
-"""Key of this module's abort hook among the hooks of torch's GPU backend. Torch's own hooks have small numbers."""
+"""Key of this module's abort hook in torch's GPU backend, whose own hooks have small numbers."""
 
 
 def recall() -> Recalled | None:
-    """Return this rank's newest collectives. None if torch's flight recorder cannot be read. Safe in any thread."""
+    """Return this rank's newest collectives, or None if the flight recorder cannot be read. Safe in any thread."""
     try:
         groups = [name for group in torch_parts.groups() for name in _names_of(group)]
         has_nccl = any("nccl" in group for group in groups)
@@ -105,9 +101,9 @@ def recall() -> Recalled | None:
 def call_before_abort(report: Callable[[], None]) -> None:
     """Call `report` before an uncaught C++ exception aborts the process.
 
-    gloo aborts a rank that receives a tensor of an unexpected shape. NCCL's watchdog aborts a rank whose collective has
-    timed out. Both throw the exception in threads of C++, so Python code cannot report the cause later. Call this
-    function after each default process group that forms, whose GPU backend then gets its hook.
+    gloo aborts a rank that receives a tensor of an unexpected shape, NCCL's watchdog one whose collective has timed
+    out. Both throw in threads of C++, so Python code cannot report the cause later. Call this after each default
+    process group that forms, whose GPU backend then gets its hook.
     """
     global _handler
     rank = os.getpid()
@@ -131,7 +127,7 @@ def call_before_abort(report: Callable[[], None]) -> None:
 
 
 def _hook_aborts(report: Callable[[], None]) -> None:
-    """Call `report` before an existing GPU backend aborts the process. Torch 2.15's `nccl2` throws no exception."""
+    """Torch 2.15's `nccl2` throws no exception before it aborts."""
     with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another torch
         for group in torch_parts.groups():
             backend = torch_parts.backend_on(group, "cuda")
@@ -140,7 +136,6 @@ def _hook_aborts(report: Callable[[], None]) -> None:
 
 
 def _found() -> Callable[[object], Callable[[], None]] | None:
-    """Return libstdc++'s `std::set_terminate`, or None if the process cannot load libstdc++."""
     try:
         found = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
     except (AttributeError, OSError):
@@ -155,7 +150,7 @@ _set_terminate = _found()  # once for all ranks of a fork server
 
 
 def _names_of(group: Any) -> list[str]:
-    """Return names for a process group, one for each backend, as each backend numbers its collectives by itself."""
+    """Return a name for each backend of a group, as each numbers its collectives by itself."""
     return [_name(group.group_name, group.group_desc, backend) for backend in torch_parts.names_of_backends(group)]
 
 

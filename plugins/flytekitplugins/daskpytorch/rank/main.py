@@ -49,11 +49,10 @@ if TYPE_CHECKING:
 
 
 FLUSH_SHARE = 0.6
-"""Share of a stopped rank's grace period, from 0 to 1, in which the rank may finish writing its newest checkpoint."""
+"""Share of a stopped rank's grace period in which it may finish writing its newest checkpoint."""
 
 
 def main(channel: Connection) -> int:
-    """Run one rank, from the first message on its channel to the returned exit code."""
     order: RankOrder = channel.recv()
     listener = _take_listener(channel) if order.serves_store else None
     link = GangLink(channel, order)
@@ -116,15 +115,9 @@ def _explained(
     *,
     is_final: bool = False,
 ) -> Failure:
-    """Return the report of an exception, with notes for the user. First hold the rank, if the gang wants that.
+    """Return the report of an exception, with notes for the user.
 
-    Args:
-        order: The rank's settings.
-        link: Link to the driver.
-        prompt: Opens the debugger in which the rank is held. None: do not hold the rank.
-        error: The exception.
-        call: Number of the call that raised the exception, in a gang that stays.
-        is_final: True if a restart would fail in the same way.
+    With `prompt`, first hold the rank if the gang wants that.
     """
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     sources.explain(error, order.sources)
@@ -137,7 +130,6 @@ def _explained(
 
 
 def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger.Prompt) -> Server:
-    """Return the server of a rank that stays."""
     from flytekitplugins.daskpytorch.rank.calls import Server
 
     explained = functools.partial(_explained, order, link, prompt)
@@ -146,7 +138,7 @@ def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger
 
 
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:
-    """Follow the orders of driver and agent until the order to quit, then end this process. Runs in its own thread.
+    """Follow orders until the order to quit, then end this process. In a thread of its own.
 
     A rank that has failed by itself ends by its main thread, unless exit functions take longer than `EXIT_TIME`.
     """
@@ -175,7 +167,7 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
 
 @contextlib.contextmanager
 def _ending_forks() -> Iterator[None]:
-    """Let only the rank itself go on after the block. Each process that the block has forked ends with the block."""
+    """Each process that the block has forked ends with the block."""
     rank = os.getpid()
     try:
         yield
@@ -185,10 +177,7 @@ def _ending_forks() -> Iterator[None]:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    """End this forked process as `multiprocessing` ends its children, without the rank's exit functions.
-
-    `error` is the exception that has ended the process's work. None: exit code 0.
-    """
+    """End a forked process without the rank's exit functions, as `multiprocessing` ends its children."""
     code: object = None
     if isinstance(error, SystemExit):
         code = error.code
@@ -207,11 +196,9 @@ def _take_listener(channel: Connection) -> int:
 
 
 def _unpack(order: RankOrder, link: GangLink, session: Session) -> Call:
-    """Unpickle the user's call, which imports the user's modules, and then open rank 0's observers.
+    """Unpickle the user's call, or return that of the server of a rank that stays. Then open rank 0's observers.
 
-    The call of a rank that stays is that of its server, which then gets the user's calls.
-
-    Observers import packages in threads of their own, and two threads that import one package at once may deadlock. A
+    Observers import packages in threads of their own, and two threads that import one package at once may deadlock: a
     run of wandb was lost because a user's module imported parts of wandb at the same time.
     """
     try:
@@ -246,7 +233,6 @@ def _let_dask_find_worker(way: WorkerData, distributed: ModuleType) -> None:
 
 
 def _take_sound_device(order: RankOrder, check: GpuCheck) -> torch.device | None:
-    """Check the rank's own GPU, and do as `_take_device`."""
     check.await_nvml()
     device = _take_device(order)
     check.compute(device)
@@ -255,7 +241,7 @@ def _take_sound_device(order: RankOrder, check: GpuCheck) -> torch.device | None
 
 
 def _take_device(order: RankOrder) -> torch.device | None:
-    """Make the rank's own GPU torch's current device. Return the device of GPU collectives, or None without nccl."""
+    """Return the device of GPU collectives, if any."""
     index = order.place.device_index
     has_own = order.job.backend == "nccl"
     if index is None or not (has_own or index):  # CUDA stays uninitialised if possible, as a fork cannot use it after
@@ -271,14 +257,10 @@ def _take_device(order: RankOrder) -> torch.device | None:
 
 
 def stay_beside(device: int, system: Path = Path("/sys")) -> None:
-    """Run this thread, and the threads that it starts, on the cores of the GPU's NUMA node.
+    """Run this thread, and those that it starts, on the cores of the GPU's NUMA node.
 
-    Memory follows the cores, as Linux takes a page from the node of the core that first writes to the page. `torchrun
-    --numa-binding=node` does the same. Hosts with one NUMA node, and GPUs whose node is unknown, keep the old binding.
-
-    Args:
-        device: CUDA index of the GPU among the visible GPUs.
-        system: Folder of the kernel's sysfs.
+    As `torchrun --numa-binding=node`: Linux takes a memory page from the node of the core that first writes to it.
+    Hosts with one NUMA node, and GPUs whose node is unknown, keep the old binding.
     """
     if sum(1 for _ in system.glob("devices/system/node/node[0-9]*")) < 2:
         return
@@ -292,7 +274,7 @@ def stay_beside(device: int, system: Path = Path("/sys")) -> None:
 
 
 def _address(device: int) -> str:
-    """Return a GPU's PCI address as the kernel writes it, such as 0000:3b:00.0."""
+    """Return a PCI address as the kernel writes it, such as 0000:3b:00.0."""
     import torch
 
     found: Any = torch.cuda.get_device_properties(device)
@@ -300,7 +282,7 @@ def _address(device: int) -> str:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Return the numbers in the kernel's list of ranges: 0, 1, 2 and 8 for "0-2,8"."""
+    """Return 0, 1, 2 and 8 for "0-2,8"."""
     ends = [part.split("-") for part in ranges.strip().split(",") if part]
     return {number for first, *last in ends for number in range(int(first), int((last or [first])[0]) + 1)}
 
@@ -327,10 +309,9 @@ def _keywords(order: RankOrder, call: Call, host: RankHost | None) -> dict[str, 
 
 
 def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangLink) -> object:
-    """Send the rank's return value to the driver, or return its pickle, unsent, if that is small.
+    """Send the return value, or return its pickle, unsent, if that is small.
 
-    In a Flyte task only rank 0 sends a value, the task's outputs, and an evaluation's ranks send their metrics. The
-    result is None if there is nothing left to send.
+    In a Flyte task only rank 0 sends a value, the task's outputs. Ranks of an evaluation send their metrics.
     """
     if host is None or isinstance(returned, Metrics):
         return link.send_returned(returned)
@@ -338,7 +319,7 @@ def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangL
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    """Return True if storing a result failed, and may succeed later. False if the file to be stored is missing."""
+    """Return True if storing a result failed, and may succeed later."""
     kinds = {kind.__name__ for kind in type(error).__mro__}  # flytekit's, which need not be imported here
     is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # the file to be stored
     return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing

@@ -1,14 +1,12 @@
 """This rank's GPU: what NVML says of it, the check before the gang uses it, and what holds its memory.
 
 Runs in the rank. Only this file imports `pynvml`, by which it asks NVML, the GPU driver's library. A container without
-the driver capability `utility` lacks the library. NVML then knows no GPU. A rank without a GPU does not ask.
+the driver capability `utility` lacks the library: NVML then knows no GPU.
 
-The check runs before the rank's process group forms: NVML's answers, a small kernel, the user's function. A GPU that
-does not pass raises `GpuFaultError`. The driver then treats the GPU as failed: the gang starts again without the GPU if
-`min_workers` and the other GPUs allow that.
+The check runs before the process group forms: NVML's answers, a small kernel, the user's function. A GPU that does not
+pass raises `GpuFaultError`. The gang then starts again without it if `min_workers` and the other GPUs allow that.
 
-After a CUDA out-of-memory error, torch's snapshot and NVML say what holds the memory. A rank that does not run out of
-memory spends nothing.
+After a CUDA out-of-memory error, torch's snapshot and NVML say what holds the memory.
 """
 
 from __future__ import annotations
@@ -48,13 +46,9 @@ class NvmlError(Exception):
 
 
 def find_gpu(uuid: str) -> Gpu | None:
-    """Return a GPU or MIG instance. None: NVML is not installed here, or does not know the GPU.
+    """Return a GPU or MIG instance, or None if NVML is not installed or does not know it.
 
-    Args:
-        uuid: The UUID, with or without the prefix `GPU-`.
-
-    Raises:
-        NvmlError: The GPU or its driver cannot be used.
+    The prefix `GPU-` is optional.
     """
     _begin(os.getpid())
     handle = _ask("nvmlDeviceGetHandleByUUID", uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
@@ -62,13 +56,7 @@ def find_gpu(uuid: str) -> Gpu | None:
 
 
 def usage(uuid: str) -> tuple[int | None, float | None]:
-    """Return a GPU's memory in use, in bytes, and the share of time from 0 to 1 in which the GPU had work lately.
-
-    A value is None if NVML does not know the value.
-
-    Args:
-        uuid: The UUID, with or without the prefix `GPU-`.
-    """
+    """Return a GPU's memory in use, in bytes, and the share of time (0 to 1) with work lately. None: unknown."""
     with contextlib.suppress(NvmlError):
         if (found := find_gpu(uuid)) is not None:
             used, _ = found.memory() or (None, None)
@@ -77,29 +65,29 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
 
 
 class Gpu:
-    """One GPU or MIG instance. A MIG instance has its own memory and processes, and all else from its GPU."""
+    """One GPU or MIG instance, which has its own memory and processes, and all else from its GPU."""
 
     def __init__(self, handle: Any) -> None:
         self._own = handle
         self._whole = _ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
 
     def memory(self) -> tuple[int, int] | None:
-        """Return the bytes of memory in use, and in all. None: unknown."""
+        """Return the bytes in use, and in all."""
         memory = _ask("nvmlDeviceGetMemoryInfo", self._own)
         return None if memory is None else (memory.used, memory.total)
 
     def utilization(self) -> float | None:
-        """Return the share of time, from 0 to 1, in which the GPU had work lately. None: unknown."""
+        """Return the share of time (0 to 1) with work lately."""
         rates = _ask("nvmlDeviceGetUtilizationRates", self._own)
         return None if rates is None else rates.gpu / 100
 
     def processes(self) -> dict[int, int]:
-        """Return each process's bytes of GPU memory (0: unknown). Processes outside the container are left out."""
+        """Return each process's bytes (0: unknown), without processes outside the container."""
         found = _ask("nvmlDeviceGetComputeRunningProcesses", self._own) or []
         return {process.pid: process.usedGpuMemory or 0 for process in found}
 
     def ecc_errors(self) -> int:
-        """Return the number of uncorrectable memory errors since the driver was loaded or the GPU was reset."""
+        """Return the uncorrectable errors since the driver was loaded or the GPU was reset."""
         import pynvml
 
         what = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
@@ -111,7 +99,7 @@ class Gpu:
         return bool(is_pending), bool(has_failed)
 
     def recovery(self) -> int:
-        """Return the action that the driver asks for, one of `NVML_GPU_RECOVERY_ACTION_...`. 0: none, or unknown."""
+        """Return the `NVML_GPU_RECOVERY_ACTION_...` that the driver asks for. 0: none, or unknown."""
         import pynvml
 
         fields = [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
@@ -121,16 +109,12 @@ class Gpu:
 
 @functools.lru_cache(maxsize=1)
 def _begin(pid: int) -> None:  # noqa: ARG001 - a forked child initialises NVML again
-    """Initialise NVML once for this process. The initialisation takes long for a sample each two seconds."""
+    """Once for a process, as the initialisation takes long for a sample each two seconds."""
     _ask("nvmlInit")
 
 
 def _ask(name: str, *arguments: Any) -> Any:
-    """Call a function of nvidia-ml-py. Return None if driver, GPU or user may not have what was asked for.
-
-    Raises:
-        NvmlError: The GPU or its driver cannot be used.
-    """
+    """Call NVML. None if driver, GPU or user may not have what was asked for."""
     import pynvml
 
     try:
@@ -156,40 +140,35 @@ def _warn(text: str) -> None:
 # ---- The check
 
 NVML_TIMEOUT = 60.0
-"""Timeout, in seconds, for NVML's answers. NVML initialises all GPUs without persistence mode, in seconds for each."""
+"""Seconds. Without persistence mode, NVML takes some for each GPU of the host."""
 KERNEL_TIMEOUT = 60.0
-"""Timeout, in seconds, for the small kernel, which includes the time to make the CUDA context."""
+"""Seconds, with those for making the CUDA context."""
 PAUSE = 1.0
-"""Seconds until a second look at a GPU with a fault. Short faults do not count, such as the memory of a process that
-is ending."""
+"""Seconds until a second look at a fault, which may be short, such as the memory of a process that is ending."""
 MAX_SHARE_OF_OTHERS = 0.5
-"""Maximum share of a GPU's memory, from 0 to 1, that processes outside the gangs may hold before the rank begins."""
+"""Share of a GPU's memory (0 to 1) that processes outside the gangs may hold before the rank begins."""
 RANK_NAME = re.compile(r"rank \d+/")
-"""Pattern of the name that `main` gives to each rank's process."""
+"""Name that `main` gives to each rank's process."""
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
-"""Actions that NVML recommends for a GPU, in words. Any other: a reset after all work has left the GPU."""
+"""What NVML recommends. Any other action: a reset after all work has left the GPU."""
 NUM_NUMBERS = 1 << 18
-"""Number of elements that the small kernel computes: 1 MiB, enough for each part of a large GPU to compute some."""
+"""Elements of the kernel: 1 MiB, enough for each part of a large GPU to compute some."""
 THREAD = "daskpytorch-gpu-check"
-"""Name of the threads that call the GPU's driver, in which code that hangs cannot be ended."""
+"""Names threads that call the GPU's driver, in which code that hangs cannot be ended."""
 
 
 class GpuCheck:
-    """Check of one rank's own GPU. Does nothing in a rank without a GPU, or with `Gang(gpu_check="off")`."""
+    """Does nothing in a rank without a GPU, or with `Gang(gpu_check="off")`."""
 
     def __init__(self, order: RankOrder) -> None:
-        """Begin to read NVML in a thread. The thread runs beside the imports of the user's modules."""
+        """Begin to read NVML in a thread, beside the imports of the user's modules."""
         self._place, self._function = order.place, order.job.gpu_check
         self._is_on = order.place.gpu is not None and order.job.settings.gpu_check != "off"
         uuid = order.place.gpu_uuid
         self._faults = in_thread(lambda: faults_of(uuid), THREAD) if self._is_on and uuid else None
 
     def await_nvml(self) -> None:
-        """Wait for NVML's answers. Called before the rank initialises CUDA, which a broken GPU may block.
-
-        Raises:
-            GpuFaultError: NVML reports a fault, or does not answer.
-        """
+        """Wait for NVML, before the rank initialises CUDA, which a broken GPU may block. Raises `GpuFaultError`."""
         if self._faults is None:
             return
         try:
@@ -200,13 +179,9 @@ class GpuCheck:
             raise _fault("; ".join(found))
 
     def compute(self, device: torch.device | None) -> None:
-        """Run a small kernel with a known result on the GPU, then the user's function.
+        """Run a small kernel, unless the gang leaves CUDA uninitialised, then the user's function.
 
-        Args:
-            device: The rank's GPU. None if the gang leaves CUDA uninitialised, and so runs no kernel.
-
-        Raises:
-            GpuFaultError: The kernel fails, hangs or has a wrong result, or the user's function raises an exception.
+        Raises `GpuFaultError`.
         """
         if not self._is_on:
             return
@@ -239,7 +214,7 @@ def _fault(found: str) -> GpuFaultError:
 
 
 def faults_of(uuid: str) -> list[str]:
-    """Return the faults that NVML reports of a GPU, in words. Empty for a sound GPU, and without NVML."""
+    """Return a GPU's faults in words. Empty without NVML."""
     if not _look(uuid):
         return []
     time.sleep(PAUSE)
@@ -255,11 +230,6 @@ def _look(uuid: str) -> list[str]:
 
 
 def read_faults(gpu: Gpu) -> Iterator[str]:
-    """Yield a GPU's faults in words.
-
-    Raises:
-        NvmlError: The GPU or its driver cannot be used.
-    """
     if errors := gpu.ecc_errors():
         yield f"{errors} uncorrectable memory errors (ECC) since its driver was loaded"
     is_remap_pending, has_remap_failed = gpu.remapping()
@@ -283,8 +253,7 @@ def read_faults(gpu: Gpu) -> Iterator[str]:
 def _strangers(pids: Iterable[int]) -> list[int]:
     """Return the process IDs of neither ranks nor this rank's ancestors, such as a Dask worker.
 
-    A process that does not exist here is left out: NVML may list processes of other containers by process IDs that mean
-    nothing here.
+    NVML may list other containers' process IDs, which do not exist here.
     """
     own = {process.pid for process in psutil.Process().parents()}
     found = []
@@ -299,7 +268,7 @@ def _strangers(pids: Iterable[int]) -> list[int]:
 
 
 def fault_of_kernel(device: torch.device) -> str:
-    """Run a small kernel with a known result on a device. Return its fault in words, or "" for the right result."""
+    """Return the fault of a small kernel in words, or ""."""
     import numpy as np
     import torch
 
@@ -315,9 +284,9 @@ def fault_of_kernel(device: torch.device) -> str:
 
 
 def _computed(device: torch.device) -> torch.Tensor:
-    """Return whole numbers that a device has computed, and free their memory on the device.
+    """Return whole numbers, which are alike on all devices.
 
-    Whole numbers are alike on all devices. Matrix products would first load cuBLAS, which takes 0.1 s.
+    Matrix products would first load cuBLAS, which takes 0.1 s.
     """
     import torch
 
@@ -328,23 +297,21 @@ def _computed(device: torch.device) -> torch.Tensor:
 # ---- Memory
 
 HISTORY_VARIABLE = "DASKPYTORCH_MEMORY_HISTORY"
-"""Environment variable that makes torch record the line of each allocation on the GPU, if its value is 1."""
+"""1 makes torch record the line of each allocation on the GPU."""
 NUM_SHOWN = 5
-"""Number of the largest groups of live allocations in the error."""
+"""Groups of allocations in the error."""
 MAX_SNAPSHOT = 64 << 20
-"""Maximum number of bytes of a snapshot that is submitted."""
 PICKLE_PROTOCOL = 4
 """Newest protocol of pickle that pytorch.org/memory_viz reads."""
 PROCESSES_TIMEOUT = 5.0
-"""Timeout, in seconds, for NVML's list of the GPU's processes."""
 LIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
 """States of blocks in torch's snapshot that no other allocation can use."""
 DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
-"""Pattern of the device's index in torch's error."""
+"""Device's index in torch's error."""
 
 
 def record(order: RankOrder) -> None:
-    """Make torch record the line of each allocation, if the user's environment asks for that. Initialises CUDA."""
+    """Initialises CUDA if the user asks for the lines of allocations."""
     if order.place.gpu is not None and os.environ.get(HISTORY_VARIABLE) == "1":
         with optional(f"Recording the lines of allocations ({HISTORY_VARIABLE})"):
             torch_parts.record_memory()
@@ -353,15 +320,9 @@ def record(order: RankOrder) -> None:
 def explain(
     error: BaseException, order: RankOrder, submit: Callable[[str, bytes], None], call: int | None = None
 ) -> None:
-    """Add what holds the GPU's memory to a CUDA out-of-memory error, and submit torch's snapshot of the memory.
+    """Add what holds the GPU's memory to a CUDA out-of-memory error, and submit torch's snapshot.
 
-    Other errors stay as they are.
-
-    Args:
-        error: The exception that ends the rank.
-        order: The rank's order.
-        submit: Sends the driver a result file: the file's path and its content.
-        call: Number of the call that raised the exception, in a gang that stays. None: a gang of one call.
+    `call`: number of a staying gang's call.
     """
     if (cause := _out_of_memory(error)) is None:
         return
@@ -385,7 +346,7 @@ def explain(
 
 
 def _out_of_memory(error: BaseException) -> BaseException | None:
-    """Return torch's error of a GPU without memory: the error itself, or the first such cause. None without one."""
+    """Return torch's error of a GPU without memory, perhaps a cause of `error`."""
     torch = sys.modules.get("torch")  # not imported here: a failed import of torch may be the error
     if torch is None:
         return None
@@ -396,12 +357,6 @@ def _out_of_memory(error: BaseException) -> BaseException | None:
 
 
 def describe(snapshot: Mapping[str, Any], device: int) -> Iterator[str]:
-    """Yield lines about a device's memory: what torch has reserved and allocated, and the largest live allocations.
-
-    Args:
-        snapshot: Snapshot of `torch_parts.memory_snapshot()`.
-        device: CUDA index of the device.
-    """
     segments = [segment for segment in snapshot["segments"] if segment.get("device", device) == device]
     blocks = [block for segment in segments for block in segment["blocks"]]
     reserved = sum(segment["total_size"] for segment in segments)
@@ -426,7 +381,7 @@ def describe(snapshot: Mapping[str, Any], device: int) -> Iterator[str]:
 
 
 def _line_of(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return the user's innermost line in a stack of torch, whose first frame is the innermost. Return "" without."""
+    """Return the user's innermost line in a stack, whose first frame is the innermost."""
     for frame in frames:
         file = str(frame.get("filename", ""))
         if file.endswith(".py") and not NOT_THE_USERS.match(file):
@@ -438,7 +393,6 @@ def _line_of(frames: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _others(uuid: str) -> list[str]:
-    """Return a line about the memory that other processes hold on a GPU. Empty if NVML does not know."""
 
     def asked() -> tuple[tuple[int, int] | None, dict[int, int]]:
         gpu = find_gpu(uuid)

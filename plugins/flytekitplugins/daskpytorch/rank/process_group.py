@@ -28,36 +28,30 @@ if TYPE_CHECKING:
 
 
 OTHER_FILES = 512
-"""Number of open files that rank 0 may have besides connections to its rendezvous store. Half of the usual limit."""
+"""Open files of rank 0 besides connections to its rendezvous store. Half of the usual limit."""
 ON_GPUS = "cpu:gloo,cuda:nccl"
-"""Backends of the process group with `Gang(backend="nccl")`. Collectives of objects and asynchronous checkpoints need
-gloo."""
+"""Backends with `Gang(backend="nccl")`. Collectives of objects and asynchronous checkpoints need gloo."""
 
 
 @dataclass
 class _Membership:
-    """This process's place in its gang, and its process groups so far."""
-
     pid: int
     place: Place
     backend: str
     prepare: Callable[[bool], torch.device | None] | None
-    """Function that takes the rank's device, with True for a script. Returns the device of GPU collectives, if any.
-    None once the function has been called."""
+    """Takes the rank's device (True: for a script), and returns the one of GPU collectives. None once it was called."""
     make_store: Callable[[], Store]
     on_formed: Callable[[], object]
-    """Function that is called after each default process group that this rank has formed."""
     timeout: timedelta | None = None
     """Timeout of the group's collectives if the user gives none. None: the backend's own."""
     num_groups: int = 0
-    """Number of default process groups that the gang has formed. The number is the prefix of the next group's keys in
-    the rendezvous store, where values of an earlier group would mislead a later group."""
+    """Default process groups so far: prefix of the next one's keys in the rendezvous store, where old values would mislead."""
     is_in: bool = False
-    """True if the gang's rendezvous formed the newest default process group, False if the user's own rendezvous did."""
+    """The gang's rendezvous formed the newest default process group, not the user's own."""
 
     @functools.cached_property
     def store(self) -> Store:
-        """The gang's rendezvous store. A rank that forms no group waits for no other rank's store."""
+        """A rank that forms no group waits for no other rank's store."""
         return self.make_store()
 
 
@@ -106,7 +100,7 @@ def install() -> None:
 
 
 def before_destruction(finish: Callable[[], object]) -> None:
-    """Have `destroy_process_group()` call this function first, which waits for what uses the gang's groups."""
+    """Have `destroy_process_group()` first call this function, which waits for what uses the gang's groups."""
     global _finish
     _finish = finish
 
@@ -126,7 +120,7 @@ def _watch_destruction(distributed_c10d: Any) -> None:
 
 
 def _watch_monitored_barrier(distributed_c10d: Any) -> None:
-    """Record whether `monitored_barrier` was called. In torch 2.15, a call shifts rank 0's numbers of collectives."""
+    """In torch 2.15, a call of `monitored_barrier` shifts rank 0's numbers of collectives."""
     original = distributed_c10d.monitored_barrier
 
     @functools.wraps(original)
@@ -141,10 +135,10 @@ def _watch_monitored_barrier(distributed_c10d: Any) -> None:
 
 
 def are_numbers_comparable() -> bool:
-    """Return True if all ranks give the same collective the same number, as far as this rank can tell.
+    """Return True if all ranks give a collective the same number, as far as this rank can tell.
 
-    False in a second default process group, whose numbers begin at 0 again. Also False with remote
-    procedure calls and with torch's detailed debugging, as both call collectives of their own.
+    False in a second default process group, whose numbers begin at 0 again, and with remote procedure calls and torch's
+    detailed debugging, as both call collectives of their own.
     """
     from torch import distributed
 
@@ -165,12 +159,8 @@ def expect(
 ) -> None:
     """Make this process a rank of a gang, whose process group `join` or the user's `init_process_group` forms.
 
-    Args:
-        place: This rank's place in the gang.
-        job: Settings of the attempt that all ranks share.
-        take_device: Makes the rank's GPU torch's current device. Returns the device of GPU collectives, if any.
-        listener: Descriptor of the socket on which this rank serves the rendezvous store. None on other ranks.
-        on_formed: Called after each default process group that this rank has formed.
+    `take_device` returns the device of GPU collectives. `listener` is the socket's descriptor on the rank that serves
+    the rendezvous store.
     """
 
     def prepare(is_script: bool) -> torch.device | None:
@@ -191,12 +181,8 @@ def expect(
 def meet(*, is_script: bool = False) -> torch.device | None:
     """Take the rank's device, and serve the rendezvous store if this rank does. Form no process group.
 
-    Args:
-        is_script: True for a script, which then forms the group by its own `init_process_group`, as under torchrun. A
-            process of its own serves the store, as the script may replace this process by `os.exec*`.
-
-    Returns:
-        The device of GPU collectives. None without one, and for each call but the first.
+    A script forms the group itself, as under torchrun, and may replace this process by `os.exec*`: another process
+    serves the store. Returns the device of GPU collectives, at the first call.
     """
     if _membership is None or _membership.prepare is None:
         return None
@@ -205,7 +191,6 @@ def meet(*, is_script: bool = False) -> torch.device | None:
 
 
 def join() -> None:
-    """Form the gang's process group with the other ranks, unless this rank has formed the group before."""
     if _membership is not None and _membership.prepare is not None:
         from torch import distributed
 
@@ -216,7 +201,7 @@ def join() -> None:
 def set_aside() -> Iterator[None]:
     """Hide the gang's process group during the block, in which a program forms its own, as under torchrun.
 
-    The group is there again after the block, unless the program has left or destroyed a default process group.
+    It is there again afterwards, unless the program has left or destroyed a default process group.
     """
     from torch import distributed
 
@@ -233,7 +218,7 @@ def set_aside() -> Iterator[None]:
 
 
 def leave() -> None:
-    """End this process's membership in the gang. Later calls of `init_process_group` are plain torch's."""
+    """Later calls of `init_process_group` are plain torch's."""
     from torch import distributed
 
     global _membership
@@ -243,7 +228,6 @@ def leave() -> None:
 
 
 def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, Any]) -> None:
-    """Form a default process group with the gang's ranks. `asked` has the arguments of `init_process_group`."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     backend = asked["backend"] or member.backend
@@ -259,11 +243,6 @@ def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, A
 
 
 def _check(member: _Membership, backend: str | None, asked: Mapping[str, Any]) -> None:
-    """Check that the arguments of `init_process_group` fit the gang's process group.
-
-    Raises:
-        ValueError: The backend, the number of ranks or the rank differs from the gang's.
-    """
     place, world_size, rank = member.place, asked["world_size"], asked["rank"]
     differing = []
     if backend is not None and not _kinds(backend) <= _kinds(member.backend):
@@ -277,7 +256,7 @@ def _check(member: _Membership, backend: str | None, asked: Mapping[str, Any]) -
 
 
 def _kinds(backend: str) -> set[str]:
-    """Return the names in torch's text of one or more backends: gloo and nccl for "cpu:gloo,cuda:nccl"."""
+    """Return gloo and nccl for "cpu:gloo,cuda:nccl"."""
     return {part.rpartition(":")[2] for part in backend.lower().split(",")}
 
 
@@ -299,7 +278,7 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
 
 
 def _serve_aside(make_store: Callable[[], Store], listener: int) -> None:
-    """Serve the rendezvous store in a new process, which ends with this one. The process is no child of this one."""
+    """Serve the rendezvous store in a new process, which ends with this one, and is no child of it."""
     rank = os.pidfd_open(os.getpid())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: there are threads. The child needs none
@@ -329,7 +308,7 @@ def _serve_until_end(make_store: Callable[[], Store], listener: int, rank: int) 
 
 
 def _takes_listener_by_libuv() -> bool:
-    """Return True if torch's libuv `TCPStore` can serve on a given socket: torch 2.8 or newer (pytorch#150215)."""
+    """True for torch 2.8 or newer (pytorch#150215)."""
     import torch
 
     return Version(torch.__version__) >= Version("2.8")
@@ -341,7 +320,7 @@ def has_read_nccls_variables() -> bool:
 
 
 def num_collectives() -> int:
-    """Return the number of collectives in the default process group so far. 0 if the user has destroyed the group."""
+    """Return the default process group's collectives so far. 0 if the user has destroyed the group."""
     from torch import distributed
 
     try:
@@ -351,7 +330,7 @@ def num_collectives() -> int:
 
 
 def num_exchanges() -> int | None:
-    """Return the number of collectives in all of this rank's process groups so far. None without a process group."""
+    """Return the collectives in all of this rank's process groups. None without a group."""
     try:
         groups = torch_parts.groups()
         return sum(map(torch_parts.num_collectives, groups)) if groups else None

@@ -14,31 +14,30 @@ from importlib.util import find_spec
 from typing import Any
 
 BLOCK, NUM_BLOCKS = 8 << 20, 4
-"""Bytes per upload request, and parallel requests per object. A file that is open for writing holds their product."""
+"""Bytes per upload request, and parallel requests per object. A file open for writing holds their product."""
 KNOWN_OPTIONS = {"anon", "cache_regions", "client_kwargs.endpoint_url", "client_kwargs.region_name"} | {
     "endpoint_url",
     "key",
     "secret",
     "token",
 }
-"""Options of `S3FileSystem` of s3fs with which obstore is used. With any other, such as encryption, s3fs is used."""
+"""With any other option of s3fs, such as encryption, obstore is not used."""
 TIMEOUTS = {"connect_timeout": "10s", "timeout": "5min"}
 REFRESH = timedelta(minutes=6)
-"""Time after which obstore asks for temporary credentials again. Botocore renews them ten minutes ahead."""
+"""Time after which obstore asks for temporary credentials again, as botocore renews them ten minutes ahead."""
 
 
 class QuickFiles:
-    """Objects of one S3 bucket, with those methods of fsspec's file systems that shards need."""
+    """One S3 bucket, with the methods of fsspec's file systems that shards need."""
 
     def __init__(self, files: Any, store: Any) -> None:
         self._files = files
         self._store = store
 
     def open(self, path: str, mode: str) -> Any:
-        """Open a new object for writing, as context manager (`mode`: "wb").
+        """Open a new object for writing. It appears at the end of the context, and never after an error.
 
-        The object appears at the end of the context. After an error in the context, the object never appears. The file
-        keeps the objects that `write` receives until they are sent, so their memory must not change.
+        The file keeps the objects that `write` receives until they are sent, so their memory must not change.
         """
         import obstore
 
@@ -46,7 +45,6 @@ class QuickFiles:
         return obstore.open_writer(self._store, self._key(path), buffer_size=BLOCK, max_concurrency=NUM_BLOCKS)
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
-        """Return the bytes of an object from offset `start` to `end`."""
         import obstore
 
         return bytes(obstore.get_range(self._store, self._key(path), start=start, end=end))
@@ -57,14 +55,9 @@ class QuickFiles:
 
 
 def quick_files(files: Any, path: str) -> QuickFiles | None:
-    """Return fast access to the S3 bucket of a path. After its errors, the caller retries with s3fs (`files`).
+    """Return fast access to a bucket, after whose errors the caller retries with s3fs (`files`).
 
-    Args:
-        files: An fsspec file system.
-        path: Path or URL of an object in the bucket.
-
-    Returns:
-        None if `files` is not s3fs or has options outside `KNOWN_OPTIONS`, or if obstore is not installed.
+    None if `files` is not s3fs or has options outside `KNOWN_OPTIONS`, or if obstore is not installed.
     """
     module = sys.modules.get("s3fs")
     if module is None or type(files) is not module.S3FileSystem or find_spec("obstore") is None:
@@ -85,15 +78,7 @@ def _opened(files: Any, bucket: str) -> QuickFiles:
 def open_store(
     bucket: str, client: Any, credentials: Callable[[], Any] | None, timeouts: Mapping[str, Any], num_retries: int
 ) -> Any:
-    """Return obstore's access to an S3 bucket.
-
-    Args:
-        bucket: Name of the bucket.
-        client: Client of botocore, whose server and region are used.
-        credentials: Function that returns credentials as `for_obstore` does. None: requests are not signed.
-        timeouts: Timeouts by obstore's names.
-        num_retries: Maximum number of retries of a request.
-    """
+    """`client` is botocore's. `credentials` returns what `for_obstore` does, or is None for unsigned requests."""
     from obstore.store import S3Store
 
     global _first_used_in
@@ -112,19 +97,15 @@ def open_store(
 
 
 def was_used_before_fork() -> bool:
-    """Return True if a store was opened before this process was forked.
-
-    obstore would hang, since its threads do not survive a fork.
-    """
+    """Return True if obstore would hang here: its threads do not survive a fork."""
     return _first_used_in not in (None, os.getpid())
 
 
 _first_used_in: int | None = None
-"""Process in which the first store was opened, in forked processes, too. None: there is no store."""
+"""Process in which the first store was opened, in forked processes, too."""
 
 
 def _credentials(files: Any) -> Any:
-    """Return the credentials that s3fs was given or has found, in the form that obstore expects."""
     from fsspec.asyn import sync
 
     if files.key:
@@ -133,7 +114,6 @@ def _credentials(files: Any) -> Any:
 
 
 def for_obstore(found: Any) -> dict[str, Any]:
-    """Return credentials that botocore has found, in the form that obstore expects."""
     return {
         "access_key_id": found.access_key,
         "secret_access_key": found.secret_key,

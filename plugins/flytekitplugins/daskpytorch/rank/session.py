@@ -34,23 +34,20 @@ if TYPE_CHECKING:
 
 
 ACCOUNT_TIMEOUT = 2.0
-"""Timeout, in seconds, for the driver's final account of the gang's time, for which ranks with observers ask."""
+"""Seconds for the driver's final account of time."""
 
 
 class Session:
-    """One rank's context, and the rank's work around the call of the user's function."""
-
     def __init__(self, order: RankOrder, link: GangLink, environment: Mapping[str, str]) -> None:
         place = order.place
         self._order = order
         self._link = link
         self.environment = dict(environment)
-        """Environment variables that the rank starts with."""
+        """Variables that the rank starts with."""
         self._read_so_far = system.read_so_far()
         self.prompt: Prompt | None = None
-        """The prompts of this rank's debugger. None before `main` has set this field."""
         self.server: Server | None = None
-        """Serves the calls of a gang that stays. None in a gang of one call."""
+        """None in a gang of one call."""
         self.checkpoint = RankCheckpoint(order, link)
         self.rank = RankContext(
             rank=place.rank,
@@ -65,7 +62,6 @@ class Session:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Around the user's function, report its start and end, and record its time, usage, hints and profile."""
         link, order = self._link, self._order
         link.observers.call("on_begin")  # directly before the call: they see the same process state as the function
         link.send(messages.Ready())
@@ -85,7 +81,7 @@ class Session:
 
     @contextlib.contextmanager
     def _hinting(self) -> Iterator[None]:
-        """Report hints of likely mistakes in the block, if the gang wants hints and the block raises no error."""
+        """Report hints, if the gang wants them and the block raises no error."""
         if not self._order.job.settings.hints:
             yield
             return
@@ -102,8 +98,8 @@ class Session:
     def see_out(self) -> None:
         """Wait until all ranks have finished, and then give observers the account of time.
 
-        A rank whose program has ended before leaves its peers: collectives in which they wait for the rank must fail.
-        Its process ends, but rank 0 stays, with the rendezvous store and the observers. With NCCL, a rank waits for the
+        A rank whose program has ended before leaves its peers: collectives in which they wait for it must fail. Its
+        process ends, but rank 0 stays, with the rendezvous store and the observers. With NCCL, a rank waits for the
         others' ends: they may still read its GPU's memory.
         """
         link, order = self._link, self._order
@@ -119,7 +115,7 @@ class Session:
                 link.observers.call("on_goodput", link.await_goodput(ACCOUNT_TIMEOUT))
 
     def follow(self, order: messages.OrderToAll) -> None:
-        """Follow an order of driver or agent. Runs in the receiving thread: a collective may block the main thread."""
+        """Follow an order, in the receiving thread: a collective may block the main thread."""
         link, rank = self._link, self.rank
         match order:
             case messages.Leave():
@@ -152,7 +148,6 @@ class Session:
         self.server.put(order)
 
     def _answer(self, asked: Ask) -> None:
-        """Answer a question of the driver."""
         value: object = None
         match asked.question:
             case Question.STACKS:
@@ -174,19 +169,12 @@ class Session:
 
 
 def completed(returned: Any) -> Any:
-    """Return the result of a call. If the call has returned a coroutine, run it to its end first."""
+    """Run a coroutine that the call has returned to its end."""
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 def failure_of(error: BaseException, at: float, link: GangLink, *, is_final: bool) -> Failure:
-    """Return the report of an exception that ended the rank.
-
-    Args:
-        error: The exception.
-        at: Time of the exception, in Unix seconds. The driver takes the earliest failure of ranks for the cause.
-        link: Link to the driver.
-        is_final: True if a restart would fail in the same way.
-    """
+    """`at`: Unix seconds, by which the driver takes the earliest failure for the cause."""
     position = link.progress.step, link.progress.num_moves_since
     failure = Failure.of(error, at, position, is_final=is_final)
     return replace(failure, recalled=liveness.recall()) if failure.is_consequence else failure
@@ -196,27 +184,20 @@ def failure_of(error: BaseException, at: float, link: GangLink, *, is_final: boo
 
 
 EXIT_TIME = 1.0
-"""Maximum seconds for a failed rank's threads and exit functions, after the order to quit and the observers' end. A
-restart waits for them."""
+"""Seconds for a failed rank's threads and exit functions after the order to quit, for which a restart waits."""
 EXIT_RESERVE = 0.45
-"""Maximum seconds between a failed rank's end and the agent's kill."""
+"""Seconds between a failed rank's end and the agent's kill."""
 EXIT_SHARE = 0.7
-"""Share of the grace period after which a failed rank ends, if `EXIT_RESERVE` is more than the rest of the period."""
+"""Share of the grace period after which a failed rank ends, if `EXIT_RESERVE` is more than the rest."""
 FIRST_FLUSH = 0.1
-"""Seconds from the order to quit until a failed rank's open files are first written. Most failed ranks have ended by
-then."""
+"""Seconds from the order to quit until a failed rank's open files are first written. Most have ended by then."""
 GRACE = 2.0
-"""Seconds from the end of a rank's program until its peers lose their connections to the rank. The system sends what is
-still in the sockets."""
+"""Seconds after a program's end until its peers lose their connections. The system sends what is in the sockets."""
 LOOK_INTERVAL = 0.1
-"""Seconds between two looks at the threads of a rank whose function has returned."""
 
 
 def leaves_early(link: GangLink) -> bool:
-    """Return True once this rank's program has ended, or False once all ranks' functions have returned before.
-
-    As under Python, a program ends with its threads and child processes.
-    """
+    """Return True once this program has ended with its threads and children, False once all functions have returned."""
     while program_end.has_work():
         if link.ended.wait(LOOK_INTERVAL):
             return False
@@ -227,11 +208,8 @@ def close_connections(store_port: int | None) -> None:
     """Have collectives of peers that wait for this rank fail, while this process goes on.
 
     Ends all TCP connections but those of Python's sockets and of the rendezvous store. gloo has no other way: `abort`
-    and `shutdown` leave the connections open, and a group that a variable holds outlives `destroy_process_group`
-    (torch 2.15).
-
-    Args:
-        store_port: Port of the rendezvous store. None: no store.
+    and `shutdown` leave the connections open, and a group that a variable holds outlives `destroy_process_group` (torch
+    2.15).
     """
     pythons = {each.fileno() for each in program_end.instances_of(socket.socket)}
     for file in Path("/proc/self/fd").iterdir():
@@ -251,9 +229,8 @@ def _close(descriptor: int, store_port: int | None) -> None:
 def wind_up(rank: int, link: GangLink, outcome: int, *, has_returned: bool) -> None:
     """Close the observers with the outcome (0: success, 1: failed or stopped), and do what Python does at its exit.
 
-    Waits for threads and executors, calls the exit functions, and flushes open files and the output. The fork server's
-    ranks exit by `os._exit`, which skips these steps. After `program_end.MAX_WAIT` the rank ends regardless, with the
-    exit code `program_end.LATE`.
+    Ranks exit by `os._exit`, which would skip threads, executors, exit functions and open files. After
+    `program_end.MAX_WAIT` the rank ends regardless, with the exit code `program_end.LATE`.
     """
     link.observers.call("on_end", outcome)
     link.has_closed_observers.set()

@@ -29,20 +29,19 @@ from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 from flytekitplugins.daskpytorch.rank.shard_writer import Digests, with_retries
 
 NUM_READERS = 8
-"""Maximum number of parallel requests with which a rank reads a sharded checkpoint from storage."""
 MAX_RANGE = 4 << 20
-"""Maximum number of bytes that one read fetches for several neighbouring items. A single item may be larger."""
+"""Bytes of one read for several neighbouring items. A single item may be larger."""
 PIECE = 8 << 20
-"""Maximum number of bytes of one read request to storage. Requests for pieces of a large item run in parallel."""
+"""Bytes of one request. Those for pieces of a large item run in parallel."""
 MAX_AHEAD = 128 << 20
-"""Maximum number of bytes that a rank reads ahead of the item that is being loaded. A single item may be larger."""
+"""Bytes read ahead of the item that is being loaded. A single item may be larger."""
 MAX_GAP = 64 << 10
-"""Maximum gap, in bytes, between two items that are read together. Reading the gap is faster than a request."""
+"""Bytes between two items that are read together, as a request takes longer."""
 T = TypeVar("T")
 
 
 class DamagedError(Exception):
-    """A sharded checkpoint is damaged: an object is missing, or has a wrong size or digest."""
+    """An object of a checkpoint is missing, or has a wrong size or digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +60,18 @@ class _Range:
         return self.items[-1].offset + self.items[-1].length
 
     def takes(self, item: _StorageInfo) -> bool:
-        """Return True if an item behind this range is near enough to be read with it."""
         is_near = item.relative_path == self.part and item.offset - self.end <= MAX_GAP
         return is_near and item.offset + item.length - self.start <= MAX_RANGE
 
 
 class ShardReader(StorageReader):
-    """Reads one sharded checkpoint from storage, and checks the digest of all that it gives to torch."""
+    """Reads one sharded checkpoint, and checks all digests.
+
+    Raises `DamagedError`, or `OSError` if storage does not answer.
+    """
 
     def __init__(self, files: Any, checkpoint: ShardedCheckpoint, *, moved: Callable[[], None]) -> None:
         self._files = files
-        """The fsspec file system of the checkpoint's folder."""
         self._checkpoint = checkpoint
         self._moved = moved
         self._metadata = Metadata({})
@@ -80,12 +80,6 @@ class ShardReader(StorageReader):
         """True once tensors of the state may have been written to."""
 
     def open(self) -> None:
-        """Read the metadata and the digests.
-
-        Raises:
-            DamagedError: One of them is missing or damaged.
-            OSError: Storage does not answer.
-        """
         digests = self._whole(DIGESTS, self._checkpoint.digest)
         told = json.loads(digests)
         self._digests = {
@@ -95,22 +89,15 @@ class ShardReader(StorageReader):
         self._metadata = pickle.loads(self._whole(METADATA, told["metadata"]))  # noqa: S301 - as the gang wrote it
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a reader reads one checkpoint."""
+        """A reader reads one checkpoint."""
 
     def read_metadata(self) -> Metadata:
-        """Return torch's metadata of the checkpoint. Call after `open`."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check the sizes of the objects that this rank needs, and return the plan.
-
-        Raises:
-            DamagedError: An object is missing, or has a wrong size.
-            OSError: Storage does not answer.
-        """
         names = sorted({self._place(item).relative_path for item in plan.items})
         found = self._read(lambda: self._files.sizes([f"{self._checkpoint.uri}/{name}" for name in names]))
         for name, size in zip(names, found, strict=True):
@@ -119,16 +106,9 @@ class ShardReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read this rank's items into the state.
-
-        Raises:
-            DamagedError: An object is missing, or a part of it has a wrong digest.
-            OSError: Storage does not answer.
-        """
         self.has_begun = True
         wanted: dict[tuple[str, int], list[ReadItem]] = defaultdict(list)
         places = {}
@@ -155,7 +135,6 @@ class ShardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
-        """Return True."""
         return True
 
     def _place(self, item: ReadItem) -> _StorageInfo:
@@ -175,7 +154,7 @@ class ShardReader(StorageReader):
         return data
 
     def _read_ahead(self, pool: ThreadPoolExecutor, places: Sequence[_StorageInfo]) -> Iterator[tuple[_Range, bytes]]:
-        """Yield each range of items with its bytes. `places` are sorted by object and offset."""
+        """`places` are sorted by object and offset."""
         ahead: deque[tuple[_Range, list[Future[bytes]]]] = deque()
         size = 0
         for together in _ranges(places):
@@ -211,10 +190,10 @@ class ShardReader(StorageReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """Torch's planner of loads. Unpickles with `weights_only=True`, which runs no code from the checkpoint."""
+    """Unpickles with `weights_only=True`, which runs no code from the checkpoint."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Replace a value of the state that is no tensor. In paths, torch writes keys of all types as text."""
+        """In paths, torch writes keys of all types as text."""
         state: Any = self.original_state_dict
         *above, last = self.mappings[read_item.dest_index.fqn]
         for part in above:
@@ -240,7 +219,6 @@ def _joined(together: _Range, pieces: Sequence[Future[bytes]]) -> tuple[_Range, 
 
 
 def _put(data: bytes, reads: Sequence[ReadItem], planner: LoadPlanner) -> None:
-    """Write a stored item into all its places in the state."""
     if reads[0].type is LoadItemType.BYTE_IO:
         planner.load_bytes(reads[0], io.BytesIO(data))
         return

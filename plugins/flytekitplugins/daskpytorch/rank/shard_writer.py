@@ -3,8 +3,8 @@
 state --torch's planner--> items --torch.save--> objects in storage: S3 through obstore, else fsspec
 
 A checkpoint's folder has torch's layout, which plain `torch.distributed.checkpoint.load` reads: `__RANK_NUMBER.distcp`
-and `.metadata`. Beside them, `digests.json` has the sizes of the objects and the digests of their items. The gang's
-manifest has the digest of `digests.json`.
+and `.metadata`. `digests.json` has the sizes of the objects and the digests of their items, and the gang's manifest has
+the digest of `digests.json`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,13 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, METADATA
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 
 NUM_WRITERS = 2
-"""Number of objects that a rank writes to storage at the same time.
-
-With four, saves of two ranks on the host of their S3 server took 1.5 times as long.
-"""
+"""Objects written at a time: with four, saves of two ranks on the host of their S3 server took 1.5 times as long."""
 SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
-"""Minimum sizes, in bytes, of the objects into which a rank divides its shard: 16 MiB for two, 256 MiB for more."""
+"""Minimum bytes of the objects into which a rank divides its shard: for two, and for more."""
 CHUNK = 8 << 20
-"""Maximum number of bytes per `write` call on a file in storage. The file keeps them in memory until they are sent."""
+"""Bytes per `write` call on a file in storage, which keeps them until they are sent."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each retry of a failed write or read of storage."""
+"""Seconds before each retry."""
 META = (
     "is a tensor on the meta device, which holds no values. Give it values first: module.to_empty(device=...), then "
     "its initialisation or load_state_dict"
@@ -61,7 +58,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Digests:
-    """Size of one stored object, and the XXH3 digest (128 bits) of each item in it, by the item's offset in bytes."""
+    """Size of a stored object, and the XXH3 digest (128 bits) of each item, by the item's offset in bytes."""
 
     size: int
     items: dict[int, str]
@@ -69,48 +66,39 @@ class Digests:
 
 @dataclass(frozen=True, kw_only=True)
 class _Written(WriteResult):
-    """A rank's objects: travels to rank 0 beside the results that torch asks for."""
+    """A rank's digests, which travel to rank 0 beside the results that torch asks for."""
 
     digests: dict[str, Digests]
 
 
 class ShardWriter(StorageWriter):
-    """Writes this rank's part of one sharded checkpoint to storage, and on rank 0 torch's metadata and the digests."""
-
     def __init__(self, files: Any, folder: str, *, moved: Callable[[], None]) -> None:
         self._files = files
-        """The fsspec file system of the checkpoint's folder."""
         self._folder = folder
         self._moved = moved
         self._lock = threading.Lock()
         self._has_complained = False
         self.has_written = False
-        """True once this rank's items are in storage. Other ranks may still write theirs."""
+        """All items of this rank are in storage. Other ranks may still write theirs."""
         self.size = 0
-        """Size of all ranks' objects together, in bytes. Set on rank 0 by `finish`, as `digest` is."""
+        """Bytes of all ranks' objects. Set on rank 0 by `finish`, as `digest` is."""
         self.digest = ""
-        """SHA-256 of `digests.json`, in hexadecimal digits."""
+        """SHA-256 of `digests.json`."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a writer writes one checkpoint."""
+        """A writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank's plan the rank's number, which is in the names of its objects."""
+        """A rank's number is in the names of its objects."""
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's items to storage, divided among one or more objects.
-
-        Raises:
-            Exception: The storage's error after the last retry.
-        """
         shares = {f"__{plan.storage_data}_{number}.distcp": share for number, share in enumerate(_divided(plan.items))}
         with ThreadPoolExecutor(NUM_WRITERS, "daskpytorch-shards") as pool:
             writing = [pool.submit(self._write_with_retries, name, share, planner) for name, share in shares.items()]
@@ -125,7 +113,7 @@ class ShardWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's metadata and the digests. Runs on rank 0, once all ranks have written their items."""
+        """Write torch's metadata and the digests, on rank 0, once all ranks have written their items."""
         metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
         metadata.storage_meta = StorageMeta()
         content = pickle.dumps(metadata)
@@ -143,7 +131,6 @@ class ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
-        """Return True."""
         return True
 
     def _put(self, name: str, data: bytes) -> None:
@@ -197,7 +184,7 @@ class ShardWriter(StorageWriter):
 
 
 class _Stream:
-    """File object for `torch.save` that counts the written bytes and computes their digest."""
+    """Counts the bytes that `torch.save` writes, and computes their digest."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -214,7 +201,7 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing, as the file in storage is flushed when it is closed."""
+        """The file in storage is flushed when it is closed."""
 
 
 def _save(data: torch.Tensor | io.BytesIO, stream: Any) -> None:
@@ -225,7 +212,7 @@ def _save(data: torch.Tensor | io.BytesIO, stream: Any) -> None:
 
 
 def _divided(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Divide the items that a rank writes among objects of about equal size. The largest items come first."""
+    """Divide items among objects of about equal size, the largest items first."""
     sizes = {item.index: _size(item) for item in items}
     size = sum(sizes.values())
     num_parts = max(1, min(NUM_WRITERS, size // SMALL_PART), size // LARGE_PART)
@@ -239,10 +226,9 @@ def _size(item: WriteItem) -> int:
 
 
 def with_retries(act: Callable[[], T], complain: Callable[[Exception], object] = lambda _: None) -> T:
-    """Call a function until it succeeds, with pauses. `complain` gets each error but the last.
+    """Call a function until it succeeds, with pauses, but raise `FileNotFoundError` at once.
 
-    Raises:
-        Exception: The last error, or at once `FileNotFoundError`.
+    `complain` gets each error but the last.
     """
     for wait in RETRY_AFTER:
         try:
@@ -259,11 +245,9 @@ def with_retries(act: Callable[[], T], complain: Callable[[Exception], object] =
 
 
 def check_savable(state: dict[str, Any]) -> None:
-    """Check that a load can read all values of a state.
+    """Raise `TypeError` for a value that `torch.load(weights_only=True)` does not read.
 
-    Raises:
-        TypeError: `torch.load(weights_only=True)` does not read one of the values.
-        ValueError: Two keys of the state become equal when the keys of nested dictionaries are joined by dots.
+    Raises `ValueError` if two keys become equal when nested keys are joined by dots.
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
@@ -279,7 +263,6 @@ def check_savable(state: dict[str, Any]) -> None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return this rank's tensors in a value of a flattened state."""
     if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
         return [shard.tensor for shard in value.local_shards()]
     if hasattr(value, "to_local"):  # a DTensor
@@ -302,7 +285,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _strange(tensor: torch.Tensor) -> str | None:
-    """Return why a load could not read a tensor, with advice, or None."""
+    """Return why a load could not read a tensor, with advice."""
     reasons = {
         "belongs to a lazy module and has no shape yet. Call the module once before": is_lazy(tensor),
         META: tensor.is_meta,

@@ -30,12 +30,10 @@ if TYPE_CHECKING:
 LOOK_INTERVAL = 1.0
 """Seconds between two signs of life of a rank that waits for the other ranks' writes."""
 PATIENCE = timedelta(days=7)
-"""Timeout of the collectives with which the ranks save. A rank waits in them for the slowest write to storage."""
+"""Timeout of collectives in which a rank waits for the slowest write to storage."""
 
 
 class ShardedCheckpoints:
-    """Saves and loads this rank's part of sharded states, together with the other ranks."""
-
     def __init__(
         self,
         sharding: Sharding,
@@ -50,23 +48,19 @@ class ShardedCheckpoints:
         self._rank = rank
         self._report = report
         self._moved = moved
-        """Called repeatedly during a write or read, as a sign of life, since a large state takes longer than a step."""
+        """Called as a sign of life during a write or read, as a large state takes longer than a step."""
         self._worker = Worker(name="sharded")
         self._num_saves = 0
         self._writer: ShardWriter | None = None
-        """Writer of the newest save. None before the first."""
         self._world: ProcessGroup | None = None
         """Default process group for whose ranks `_group` was made."""
         self._group: ProcessGroup | None = None
         """Process group of the thread that saves, over gloo. None: one process without a group."""
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
-        """Copy this rank's part of a state, and write the copy in the background. Call on all ranks together.
+        """Copy this rank's part of a state, and write it in the background, after the state before.
 
-        Wait first until the ranks have written the state before.
-
-        Raises:
-            Exception: A rank cannot save its part. Raised on all ranks.
+        Call on all ranks together: an error of one rank is raised on all.
         """
         number, self._num_saves = self._num_saves, self._num_saves + 1
         self.flush()
@@ -82,18 +76,10 @@ class ShardedCheckpoints:
         self._worker.submit(functools.partial(self._write, staged, self._own_group(), number, step, metrics))
 
     def load(self, state: dict[str, Any], chosen: ShardedCheckpoint | None = None) -> int | None:
-        """Fill a state with a sharded checkpoint. Call on all ranks together.
+        """Fill a state with a sharded checkpoint, by default the newest undamaged one. Call on all ranks together.
 
-        Args:
-            state: State with the keys and shapes of the checkpoint.
-            chosen: The checkpoint. None: the newest undamaged one from which this attempt may start.
-
-        Returns:
-            The checkpoint's step. None: no undamaged checkpoint exists.
-
-        Raises:
-            OSError: Storage does not answer, `chosen` is damaged, or damaged checkpoints have changed the state.
-            ValueError: The state does not fit the checkpoint, as with other keys or shapes.
+        Returns the step, if any. Raises `OSError` if storage fails, `chosen` is damaged, or damaged checkpoints have
+        changed the state, and `ValueError` if the state does not fit.
         """
         from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 
@@ -123,7 +109,6 @@ class ShardedCheckpoints:
         return None
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all ranks have written the newest save, or for `timeout` seconds. None: no limit."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not self._worker.flush(max(0.0, min(LOOK_INTERVAL, until - time.monotonic()))):
             if time.monotonic() >= until:
@@ -132,11 +117,6 @@ class ShardedCheckpoints:
                 self._moved()  # else the ranks that wait for a slow one would count as hung
 
     def _staged(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of this rank's part of a state in host memory.
-
-        Raises:
-            TypeError: A load could not read a value of the state.
-        """
         from torch.distributed.checkpoint.stateful import Stateful
 
         from flytekitplugins.daskpytorch.rank.shard_writer import check_savable
@@ -149,7 +129,7 @@ class ShardedCheckpoints:
 
     @functools.cached_property
     def _stager(self) -> Any:
-        """Copies states to host memory. With a newer torch, each save uses the memory of the save before."""
+        """With a newer torch, each save uses the memory of the save before."""
         import torch
         from torch.distributed.checkpoint import staging
 
@@ -159,7 +139,7 @@ class ShardedCheckpoints:
         return staging.DefaultStager(staging.StagingOptions(use_pinned_memory=torch.cuda.is_available(), **options))
 
     def _own_group(self) -> ProcessGroup | None:
-        """Return a process group for the thread that saves. All ranks together make a new one for each default group.
+        """All ranks together make a new group for each default group.
 
         Collectives of two threads in one group would meet in another order on each rank.
         """
@@ -216,7 +196,7 @@ class ShardedCheckpoints:
             )
 
     def _opened(self, reader: ShardReader) -> tuple[Exception, str] | None:
-        """Open a checkpoint on all ranks. Return the first rank's error and its text, or None."""
+        """Return the first rank's error and its text."""
         problem: Exception | None = None
         try:
             self._check_place()
@@ -227,7 +207,6 @@ class ShardedCheckpoints:
         return (found[0][1], f"{found[0][1]} (rank {found[0][0]})") if found else None
 
     def _heed(self, checkpoint: ShardedCheckpoint, problem: BaseException, text: str) -> None:
-        """Tell rank 0's user that a checkpoint is damaged, or raise an error of another kind."""
         from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError
 
         where = f"the sharded checkpoint of step {checkpoint.step} at {checkpoint.uri}"
@@ -247,7 +226,7 @@ class ShardedCheckpoints:
 
 
 def _read(reader: ShardReader, state: dict[str, Any]) -> tuple[BaseException, str] | None:
-    """Read a checkpoint into the state on all ranks. Return the first rank's error and its text, or None."""
+    """Return the first rank's error and its text."""
     from torch import distributed
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -262,7 +241,7 @@ def _read(reader: ShardReader, state: dict[str, Any]) -> tuple[BaseException, st
 
 
 def _told(error: BaseException) -> str:
-    """Return an error's text. For torch's error about several ranks, that of the first rank that has failed."""
+    """Return an error's text, or that of the first rank in torch's error about several."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     for rank, (cause, _) in sorted(failures.items()):
         return f"{_text(cause)} (rank {rank})"

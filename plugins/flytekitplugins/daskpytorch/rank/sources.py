@@ -28,8 +28,8 @@ from flytekitplugins.daskpytorch.protocol.script import attributes_of
 def import_first_from(sources: Sources) -> None:
     """Make imports look first in the folders of the user's sources.
 
-    If the sources are copies of the driver's files, warnings, stacks and tracebacks name the driver's files. `__file__`
-    is the copy's path, so that the program finds neighbouring files.
+    If these are copies of the driver's files, warnings, stacks and tracebacks name the driver's files. `__file__` is
+    the copy's path, so that the program finds neighbouring files.
     """
     sys.path[:] = [*sources.folders, *(folder for folder in sys.path if folder not in sources.folders)]
     if not sources.originals:
@@ -48,7 +48,7 @@ def import_first_from(sources: Sources) -> None:
 
 
 def _renew_packages(folder: Path) -> None:
-    """Make imports of packages' submodules, and reloads, look first in the newest copies of the project's sources."""
+    """Look first in the newest copies of the project's sources, for submodules and reloads."""
     for module in list(sys.modules.values()) if _copies else ():
         paths = attributes_of(module).get("__path__")
         if isinstance(paths, list):
@@ -79,7 +79,6 @@ def explain(error: BaseException, sources: Sources) -> None:
 
 
 _copies: set[Path] = set()
-"""Folders of the copies of the driver's sources from which this rank imports."""
 
 
 class _Copied(SourceFileLoader):
@@ -88,7 +87,7 @@ class _Copied(SourceFileLoader):
         self._originals = originals
 
     def path_stats(self, path: Any) -> Never:
-        """Raise OSError, so that Python uses no cached bytecode, which would name the copy instead of the original."""
+        """Python must use no cached bytecode, which would name the copy instead of the original."""
         raise OSError
 
     def source_to_code(  # type: ignore[override] # `SourceLoader.get_code` calls an instance's method
@@ -100,7 +99,7 @@ class _Copied(SourceFileLoader):
 
 
 def _remember(path: str, data: bytes) -> None:
-    """Make Python's tracebacks show this text for the path, whatever file this host has at the path."""
+    """Make tracebacks show this text, whatever file this host has at the path."""
     text = data.decode(errors="replace")
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
 
@@ -109,14 +108,10 @@ def _remember(path: str, data: bytes) -> None:
 
 
 def set_up_program(program: Program, script: Path | None) -> None:
-    """Set this process's `__main__`, command line and logging to the program's, without a run of the script.
+    """Set `__main__`, command line and logging to the program's, without a run of the script.
 
-    As in processes that `multiprocessing` spawns, `__main__` is also known as `__mp_main__`. Objects from processes
+    As in processes that `multiprocessing` spawns, `__main__` is also known as `__mp_main__`: objects from processes
     that this process spawns have that module name.
-
-    Args:
-        program: The state of the driver's program.
-        script: The script's path on this node. None without a script.
     """
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__package__ = program.package

@@ -1,8 +1,8 @@
 """Accounts for a rank's time, and samples its use of processor, memory and GPU. Runs in a rank.
 
-The ledger counts the main thread's time under one part at any moment: for example a loader, an evaluation or a save.
-All other time is open until the next step ends, and then belongs to the step. Hints report likely mistakes that raise
-no error, each once. `Profiler` traces chosen steps by `torch.profiler`.
+The ledger counts the main thread's time under one part at any moment, such as a loader or a save. Other time is open
+until the next step ends, and then belongs to the step. Hints report likely mistakes that raise no error, each once.
+`Profiler` traces chosen steps by `torch.profiler`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 
 
 INTERVAL = 2.0
-"""Minimum number of seconds between two samples of a rank's processor, memory and GPU use."""
+"""Minimum seconds between two samples."""
 END_TIMEOUT = 10.0
-"""Timeout, in seconds, for a rank's last usage sample."""
 MAX_SAMPLES = 200
-"""Maximum number of usage samples per second that the driver gets from all ranks together."""
+"""Samples per second that the driver gets from all ranks together."""
 
 
 @dataclass(slots=True)
@@ -48,25 +47,22 @@ class _Page:
     """State of a `Ledger`. Each entry creates a new page, so that other threads read consistent values."""
 
     part: str
-    """Part that the time since the newest entry counts under, such as `saving`. `open`: a later entry decides."""
+    """Part that the time since the newest entry counts under. `open`: a later entry decides."""
     since: float
-    """Time of the newest entry, in seconds on the ledger's clock."""
     seconds: dict[str, float]
-    """Main thread's seconds by kind of work, such as `stepping`, up to the ledger's last change."""
     has_begun: bool
-    """True once the first batch has come or the first step is over. Time without a part then counts as `stepping`,
-    before that as `preparing`."""
+    """The first batch has come or the first step is over: open time then counts as `stepping`, before as
+    `preparing`."""
 
     def until(self, now: float) -> dict[str, float]:
-        """Return the seconds by part, up to the time `now` on the ledger's clock."""
         return {**self.seconds, self.part: self.seconds[self.part] + now - self.since}
 
 
 class Ledger:
     """Account of one thread's time, by parts such as stepping and saving. An entry takes one or two microseconds.
 
-    Preparing lasts until a loader gives the first batch, or until the first step ends. If parts are nested, the outer
-    part counts: the wait for an evaluation's batches is evaluation.
+    Preparing lasts until a loader gives the first batch, or the first step ends. Of nested parts, the outer one counts:
+    the wait for an evaluation's batches is evaluation.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,30 +70,24 @@ class Ledger:
         self.begin()
 
     def begin(self) -> None:
-        """Reset all counts. From now on, the ledger counts the time of the calling thread."""
+        """Reset all counts, and count the time of the calling thread from now on."""
         self._owner = threading.get_ident()
         self.num_steps = 0
-        """Number of optimizer steps so far."""
         parts = ("preparing", "stepping", "data", "evaluation", "saving", "waiting", "open")
         self._page = _Page("open", self._clock(), dict.fromkeys(parts, 0.0), has_begun=False)
 
     def step(self) -> None:
-        """Count an optimizer's step, and end the current step."""
         self.num_steps += 1
         self.mark()
 
     def mark(self) -> None:
-        """End the current step.
-
-        The step's time under no other part, such as `data` or `saving`, counts as `stepping`. If no batch or step came
-        before, that time counts as `preparing`.
-        """
+        """End the current step. Open time counts as `stepping`, or as `preparing` before the first batch or step."""
         if self._is_open():
             self._turn_to("open", ends_step=True)
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """Count the time of the block under this part, unless the block is within another part's or another thread."""
+        """Count the block's time under this part, unless the block is within another part or another thread."""
         if not self._is_open():
             yield
             return
@@ -108,21 +98,16 @@ class Ledger:
             self._turn_to("open", ends_step=part == "data" and not self._page.has_begun)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by part so far.
-
-        Time under no other part, such as `data`, counts as `stepping`. Before the first batch or step, that time counts
-        as `preparing`.
-        """
+        """Return the seconds by part so far. Open time counts as in `mark`."""
         page = self._page
         seconds = page.until(self._clock())
         seconds["stepping" if page.has_begun else "preparing"] += seconds.pop("open")
         return seconds
 
     def close(self) -> dict[str, float]:
-        """Return the main thread's seconds by kind of work, at the end of the user's function.
+        """Return the seconds by part. Time after the last step counts as `waiting`.
 
-        Time after the last step counts as `waiting`. Without any step or call of `log`, that time is
-        `stepping` or `preparing`.
+        Without any step or call of `log`, it counts as `stepping`.
         """
         seconds = self._page.until(self._clock())
         if self.num_steps or seconds["stepping"]:
@@ -132,7 +117,6 @@ class Ledger:
         return seconds
 
     def _is_open(self) -> bool:
-        """Return True if the calling thread is the ledger's, outside all parts."""
         return self._page.part == "open" and threading.get_ident() == self._owner
 
     def _turn_to(self, part: str, *, ends_step: bool = False) -> None:
@@ -146,7 +130,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def watched(ledger: Ledger) -> Iterator[None]:
-    """During the block, record waits for batches of DataLoaders, and steps of optimizers, in the ledger."""
+    """Record waits for batches of DataLoaders, and steps of optimizers."""
     with contextlib.ExitStack() as stack:
         with optional("Counting the waits for batches"):
             stack.enter_context(_counted_batches(ledger))
@@ -175,19 +159,16 @@ def _counted_batches(ledger: Ledger) -> Iterator[None]:
 
 
 class Gauge:
-    """Samples this process's use of processor, memory and GPU."""
-
     def __init__(self, rank: int, ledger: Ledger, gpu: int, gpu_uuid: str = "") -> None:
         self._rank = rank
         self._ledger = ledger
         self._gpu = gpu
-        """CUDA index of the rank's own GPU. Not used by a rank without a GPU."""
         self._gpu_uuid = gpu_uuid
-        """UUID of the rank's own GPU. Empty if unknown."""
+        """Empty if unknown."""
         self._read_at, self._used = time.monotonic(), time.process_time()
 
     def read(self) -> RankUsage:
-        """Return a usage sample. Its processor use is the mean since the previous sample."""
+        """The sample's processor use is the mean since the previous sample."""
         before, self._read_at = self._read_at, time.monotonic()
         used_before, self._used = self._used, time.process_time()
         memory, utilization = _of_gpu(self._gpu, self._gpu_uuid)
@@ -204,13 +185,9 @@ class Gauge:
 
     @contextlib.contextmanager
     def reporting(self, world_size: int, send: Callable[[RankUsage], None]) -> Iterator[None]:
-        """Send a usage sample every two seconds during the block, in a thread. Ranks of large gangs send fewer samples.
+        """Send usage samples in a thread, in large gangs fewer.
 
-        A block with at least one sample sends a final sample at its end, which counts all steps of the rank.
-
-        Args:
-            world_size: Number of ranks in the gang.
-            send: Reports a sample.
+        A final sample counts all steps, if any was sent before.
         """
         every = max(1, round(world_size / MAX_SAMPLES / INTERVAL))
         has_returned, is_over = threading.Event(), threading.Event()
@@ -240,10 +217,7 @@ class Gauge:
 
 
 def _of_gpu(index: int, uuid: str) -> tuple[int | None, float | None]:
-    """Return the GPU's used memory in bytes and its utilisation from 0 to 1, or None for an unknown value.
-
-    Both are None if this process has not initialised CUDA.
-    """
+    """Return used bytes, and utilisation from 0 to 1. None: unknown, or this process has not initialised CUDA."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -272,7 +246,6 @@ SAMPLER = (
 
 
 def of_loss(record: LogRecord) -> Noted | None:
-    """Return a hint if a logged loss is infinite or NaN."""
     for name, value in record.metrics.items():
         if "loss" in name.lower() and isinstance(value, float) and not math.isfinite(value):
             return Noted(
@@ -284,13 +257,7 @@ def of_loss(record: LogRecord) -> Noted | None:
 
 
 def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Noted | None:
-    """Return a hint if a rank has trained without collectives, although its gang has several ranks.
-
-    Args:
-        num_collectives: Number of the rank's collectives. None if unknown, which gives no hint.
-        world_size: Number of ranks in the gang.
-        has_trained: True if an optimizer has made a step.
-    """
+    """Return a hint if a rank has trained without collectives, although its gang has several ranks."""
     if not has_trained or world_size == 1 or num_collectives != 0:
         return None
     return Noted(
@@ -301,7 +268,7 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
 
 
 def of_variables(late: Sequence[str]) -> Noted | None:
-    """Return a hint if the user's code has set variables of the environment that torch or a library had read before."""
+    """Return a hint about variables that torch or a library had read before the user's code set them."""
     if not late:
         return None
     return Noted(
@@ -315,12 +282,8 @@ def of_variables(late: Sequence[str]) -> Noted | None:
 def watching_samplers(ledger: Ledger, tell: Callable[[Noted], object]) -> Iterator[None]:
     """During the block, report a `DistributedSampler` that shuffles two epochs of training into the same order.
 
-    A sampler's order depends on its seed and its epoch alone. An epoch counts once an optimizer has made a step between
-    two indices of the sampler, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
-
-    Args:
-        ledger: Counts the optimizers' steps.
-        tell: Reports the hint.
+    A sampler's order depends on its seed and epoch alone. An epoch counts once an optimizer has made a step between two
+    of its indices, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
     """
     from torch.utils.data.distributed import DistributedSampler
 
@@ -364,21 +327,17 @@ class Profiler:
 
     rank: int
     scratch: Path
-    """Folder for the trace until it is sent to the driver."""
+    """Holds the trace until it is sent to the driver."""
     submit: Callable[[str, bytes], None]
-    """Function that sends the driver a result file: first its path in the results folder, then its content."""
+    """Sends a result file: its path in the results folder, and its content."""
     note: Callable[[str], None]
-    """Function that sends a line to the driver, to show it to the user."""
+    """Sends the driver a line for the user."""
     _profile: profile | None = field(default=None, init=False)
     """The running profiler of steps. None before `watching`, after the trace and after a failure."""
 
     @contextlib.contextmanager
     def watching(self, asked: Profile | None) -> Iterator[None]:
-        """Write a trace of the chosen steps in the block, if this rank is chosen. A short block gives a short trace.
-
-        Args:
-            asked: The user's choice of steps, ranks and folder. None: no trace.
-        """
+        """Trace the chosen steps in the block, if this rank is chosen. A short block gives a short trace."""
         if asked is None or self.rank not in asked.ranks:
             yield
             return
