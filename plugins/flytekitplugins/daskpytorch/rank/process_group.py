@@ -45,7 +45,7 @@ class _Membership:
     timeout: timedelta | None = None
     """Timeout of the group's collectives if the user gives none. None: the backend's own."""
     num_groups: int = 0
-    """Default process groups so far: prefix of the next one's keys in the rendezvous store, where old values would mislead."""
+    """Prefix of the next group's keys in the rendezvous store, where an earlier group's values would mislead."""
     is_in: bool = False
     """The gang's rendezvous formed the newest default process group, not the user's own."""
 
