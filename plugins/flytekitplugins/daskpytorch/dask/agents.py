@@ -35,11 +35,10 @@ HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_NAME = "daskpytorch-agent"
 """Start of the keys of agents' Dask tasks."""
 AGENT_PRIORITY = 1_000
-"""Of an agent's Dask task. Others have priority 0."""
 LOOK_TIMEOUT = 2.0
 """Seconds for the scheduler's list of workers while a gang runs. The driver asks again later."""
 FIRST_LOOK_TIMEOUT = 30.0
-"""Seconds for the first list of workers. A busy scheduler may take long to answer."""
+"""Seconds for the first list of workers, for which a busy scheduler may take long."""
 LEAVING = {status.name for status in (Status.closing, Status.closing_gracefully, Status.closed)}
 GPUS_TIMEOUT = 30.0
 """Seconds for a worker's list of its GPUs, for which it starts a process with torch."""
@@ -48,8 +47,8 @@ GPUS_TIMEOUT = 30.0
 class DaskAgents:
     """Starts an agent on each of `num_workers` workers (None: all) of a Dask cluster: those with the fewest gangs.
 
-    As a replacement for a lost worker, the gang gets none of another such launcher in this process. `num_kept` workers
-    are kept for gangs that evaluate beside this one. 0: they share a worker with it. None: there are none.
+    A lost worker is not replaced by one of another such launcher in this process. `num_kept` workers are kept for gangs
+    that evaluate beside this one. 0: they share a worker with it. None: there are none.
     """
 
     def __init__(self, client: Client, num_workers: int | None = None, num_kept: int | None = None) -> None:
@@ -86,10 +85,7 @@ class DaskAgents:
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start the agents as Dask tasks.
-
-        A spare worker that another launcher has taken since `present` counts as lost.
-        """
+        """A spare worker that another launcher has taken since `present` counts as lost."""
         with _lock:
             own = _held.get(self)
             taken = set() if own is None else self._held_by_others().keys() - own
@@ -119,8 +115,7 @@ class DaskAgents:
     def ranks_per_worker(self, gang: Gang) -> int:
         """Return the gang's setting, else one per GPU, else one. ValueError: workers have different numbers of GPUs.
 
-        Workers that the gang does not take count, too, since they divide a host's GPUs with the others. Workers report
-        their GPUs only once per client.
+        Workers that the gang does not take count, too, since they divide a host's GPUs with the others.
         """
         if gang.ranks_per_worker != "auto":
             return gang.ranks_per_worker
@@ -171,7 +166,7 @@ class DaskAgents:
         return Share(self, workers, refill) if workers else None
 
     def _workers_beside(self, chosen: Sequence[str]) -> list[str]:
-        """Return the present workers for evaluations. Without kept workers, the chosen one as long as it is present."""
+        """Return present kept workers. Without kept workers, return the chosen one as long as it is present."""
         present = self.present()
         if not self._num_kept:
             wanted = (*chosen, *self.workers, *present)
@@ -184,7 +179,6 @@ class DaskAgents:
             return sorted(self._kept, key=worker_order)
 
     def _held_by_others(self) -> Counter[str]:
-        """Count the other launchers of this process that hold each worker of this cluster."""
         others = [each for other, each in _held.items() if other is not self and other.scheduler == self.scheduler]
         return Counter(worker for workers in others for worker in workers)
 

@@ -27,13 +27,12 @@ DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
 LOOPBACK = "127.0.0.1"
 POLL_INTERVAL = 0.1
 CONNECT_TIMEOUT = 10.0
-"""Seconds of one attempt to connect to the Dask scheduler."""
 SETTLE_TIME = 30.0
 """Seconds without a new worker after which a gang with `min_workers` starts with the present ones."""
 NOTICE_INTERVAL = 10.0
 
 _clients: list[Client] = []
-"""Clients of this process's tasks, the newest last. All threads of a task share the list."""
+"""Clients of this process's tasks, the newest last, for all threads of a task."""
 
 
 def current_client() -> Client:
@@ -89,7 +88,10 @@ def opened(
 
 
 def greet(address: str, seconds: float) -> None:
-    """Raise OSError unless a Dask scheduler answers. A `Client` would wait for ever for a silent process there."""
+    """Raise OSError or ValueError unless a scheduler answers.
+
+    A `Client` would wait for ever for a silent process there.
+    """
 
     async def say_hello() -> None:
         try:
@@ -148,7 +150,7 @@ def _local_client(num_workers: int) -> Iterator[Client]:
 
 
 def _local_worker(*args: Any, **options: Any) -> Worker:
-    """Make a Dask worker whose HTTP server, which always starts, listens on the loopback interface only."""
+    """Make the HTTP server, which always starts, listen on the loopback interface only."""
     return Worker(*args, **options | {"dashboard_address": f"{LOOPBACK}:0", "dashboard": False})
 
 
@@ -167,7 +169,7 @@ def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source() -> str:
-    """Return the variable that names the scheduler. Outside Flyte's backend, perhaps a shell has kept it."""
+    """Return the scheduler's variable, which outside Flyte's backend perhaps a shell has kept."""
     is_on_backend = current_execution().name not in (None, "local")
     return SCHEDULER_VARIABLE if is_on_backend else f"{SCHEDULER_VARIABLE}: unset it to train on this machine"
 
@@ -225,8 +227,6 @@ def _wait_for_workers(
 
 
 class _Notice:
-    """Logs the reason for a wait, after 2 seconds and then every 10 seconds."""
-
     def __init__(self) -> None:
         self._due_at = time.monotonic() + 2.0
 

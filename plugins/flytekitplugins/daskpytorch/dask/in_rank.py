@@ -1,7 +1,7 @@
 """Dask in a rank: `get_client`, `get_worker` and their callers, and the partitions of a `DaskPartitions`.
 
-A rank is no Dask task, as it runs outside the worker's process. The rank asks its worker for the cluster's addresses,
-and `served` answers in the worker. Each rank makes its Dask client at first use.
+A rank runs outside the worker's process, and is no Dask task. It asks its worker for the cluster's addresses, and
+`served` answers in the worker.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 """Seconds between two requests for a lost partition that Dask is computing again."""
 TOKEN_TIMEOUT = 10.0
-"""Seconds for the token of a process that has connected."""
 
 
 # ---- In the rank
 
 
 def enter(distributed: Any, way: WorkerData) -> None:
-    """Make Dask's `get_worker` and futures work in a rank as in a Dask task. `distributed` is the imported module."""
+    """Make Dask's `get_worker` and futures work in a rank as in a Dask task."""
     ours, get_worker = worker_of(way), distributed.get_worker
 
     @functools.wraps(get_worker)
@@ -80,7 +79,7 @@ class RankWorker:
         self._way = way
         self._lock = threading.Lock()
         self._clients: dict[int, Client] = {}
-        """By process ID. Forks of the rank, such as DataLoader workers, cannot use the rank's client."""
+        """By process ID, as forks of the rank, such as DataLoader workers, cannot use the rank's client."""
 
     @property
     def name(self) -> Any:
@@ -123,7 +122,7 @@ class RankWorker:
         return found.pop()
 
     async def _find(self, key: Key) -> list[Any]:
-        """Return a list with the partition. Empty if no worker holds it now."""
+        """Return a list with the partition, or an empty one if no worker holds it now."""
         from distributed.utils_comm import gather_from_workers
 
         if not self._contact.reaches_workers:
@@ -188,7 +187,6 @@ def _check_coming(key: Key, state: str | None) -> None:
 
 @contextlib.contextmanager
 def served(worker: Worker) -> Iterator[WorkerData]:
-    """Answer ranks' requests for the Dask cluster's addresses."""
     way = WorkerData(
         address=f"\0daskpytorch-{os.getpid()}-{secrets.token_hex(8)}", token=secrets.token_bytes(32), guide=__name__
     )
@@ -221,9 +219,8 @@ class Contact:
     name: Any
     address: str
     scheduler: str
-    """Address for other processes."""
     reaches_workers: bool
-    """False if the workers are threads of one process. Other processes then reach only the scheduler."""
+    """False if the workers are threads of one process, whose scheduler alone is within reach."""
     security: Any = field(repr=False)
 
 
@@ -240,7 +237,6 @@ async def _contact(worker: Worker) -> Contact:
 
 
 async def _address_for_others(worker: Worker) -> str:
-    """Return the TCP address of a scheduler in this process."""
     from distributed import Client
 
     how: Any = {"security": worker.security, "asynchronous": True, "set_as_default": False}
@@ -249,7 +245,6 @@ async def _address_for_others(worker: Worker) -> str:
 
 
 async def _listen(dask_scheduler: Scheduler) -> str:
-    """Return a scheduler's TCP address, and make it listen there at the first call."""
     if len(dask_scheduler.listeners) == 1:
         await dask_scheduler.listen("tcp://127.0.0.1:0", **dask_scheduler.security.get_listen_args("scheduler"))
     return str(dask_scheduler.listeners[-1].contact_address)

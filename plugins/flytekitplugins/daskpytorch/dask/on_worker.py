@@ -18,13 +18,13 @@ from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 
 NANNYS_TIME = 2.0
-"""Seconds after SIGTERM for the nanny's order to close. Without the order, the worker ends."""
+"""Seconds after SIGTERM for the nanny's order to close, without which the worker ends."""
 
 
 def serve(address: str, order: AgentOrder) -> None:
     """Run a gang's agent as a Dask task.
 
-    RuntimeError: Dask runs it on another worker than `address`, which was lost.
+    RuntimeError: Dask runs it on another worker, as the one at `address` was lost.
     """
     here = get_worker()
     if here.address != address:

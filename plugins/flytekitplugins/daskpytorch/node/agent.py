@@ -1,8 +1,7 @@
-"""The agent: starts, watches and kills the ranks of one node, as the driver decides. Does not import Dask.
+"""The agent: starts, watches and kills the ranks of one node, as the driver decides.
 
-An agent runs in a thread of a Dask worker, or in the task's own process, until its gang ends. The agent connects to the
-driver and describes its node. Then the agent relays the driver's orders to the ranks, and the ranks' reports, output
-and exits to the driver.
+Runs in a thread of a Dask worker, or in the task's own process, and does not import Dask. Relays orders to the ranks,
+and their reports, output and exits to the driver.
 """
 
 import contextlib
@@ -38,12 +37,12 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 HEARTBEAT_INTERVAL = 1.0
-"""Seconds."""
 MAX_HEARTBEATS = 300
-"""Heartbeats per second that a driver gets from all agents together. Each agent of a larger gang sends fewer. A driver
-of 1,000 ranks took 4.0 % of a core, and 5.3 % with 500 heartbeats (`scale.py`, on a busy machine, 2026-11-28)."""
+"""Heartbeats per second that a driver gets from all agents together, so that agents of a larger gang send fewer. A
+driver of 1,000 ranks took 4.0 % of a core, and 5.3 % with 500 heartbeats (`scale.py`, on a busy machine,
+2026-11-28)."""
 MAX_HEARTBEAT_INTERVAL = 3.0
-"""Seconds, in a very large gang. The driver counts an agent as lost after five times as long."""
+"""Seconds in a very large gang. The driver counts an agent as lost after five times as long."""
 DUMP_TIME = 0.3
 """Seconds for silent ranks to write their stacks after the agent has signalled them."""
 
@@ -81,7 +80,6 @@ class OwnNode(AgentLauncher):
         self.workers: Sequence[str] = [socket.gethostname()]
 
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-        """Start the agent in a thread. `on_failure` gets its error."""
         for order in orders:
             serve = functools.partial(self._serve, order, on_failure)
             threading.Thread(target=serve, name="daskpytorch-agent", daemon=True).start()
@@ -99,23 +97,22 @@ class _Agent:
         self._data = data
         self._scratch = scratch
         self._archive = b""
-        """The user's sources. A later attempt unpacks them if files on this machine have changed."""
+        """The user's sources, which a later attempt unpacks if files on this machine have changed."""
         self._server = fork_client.connect()
         self._meeting: socket.socket | None = None
-        """This node's, for the store of rank 0. Early connections wait in its queue."""
+        """Listens for the store of rank 0. Early connections wait in its queue."""
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
         self._stays = False  # until a gang that stays has started
         self._open = True
         self._heartbeat_interval = HEARTBEAT_INTERVAL
         self._silent: list[Rank] = []
-        """Ranks without signs of life, signalled to write their stacks."""
         self._stacks_at: float | None = None
         """Time to read the stacks of silent ranks, on the monotonic clock."""
         self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
         self._transfers = Transfers(order, scratch, self._say)
         self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
-        """Poll of all descriptors, with their handlers. None after a change of the descriptors."""
+        """Poll of all descriptors, with their handlers, or None after a change of the descriptors."""
 
     def close(self) -> None:
         self._server.close()
@@ -142,17 +139,13 @@ class _Agent:
             self._keep_time()
 
     def _await_server(self) -> None:
-        """Wait until the fork server can start ranks.
-
-        The driver refuses a worker whose agent fails during this wait.
-        """
+        """The driver refuses a worker whose agent fails during this wait."""
         if self._driver.fileno() in wait([self._server.fileno(), self._driver.fileno()]):
             raise EOFError("the driver has closed the connection")
         with contextlib.suppress(fork_client.ForkServerLostError):  # `serve` notes the loss after the `Hello`
             self._server.take_readiness()
 
     def _due(self) -> list[Callable[[], None]]:
-        """Return the handlers of the next events, or none at the next deadline."""
         poll, handlers = self._watched = self._watched or self._watch()
         events = poll.poll(0 if self._driver.holds else 1000 * self._patience())
         if self._driver.holds and not events:
@@ -288,7 +281,6 @@ class _Agent:
     # ---- stacks
 
     def _dump(self, ranks: list[int]) -> None:
-        """Signal ranks without signs of life to write their stacks to files."""
         self._silent = [rank for rank in self._ranks.values() if rank.place.rank in ranks]
         for rank in self._silent:
             rank.take_stacks(self._scratch)  # empties the file, so that all later stacks are new
@@ -303,7 +295,7 @@ class _Agent:
             self._say(messages.Stacks(rank.place.rank, text))
 
     def _show_stacks(self) -> None:
-        """Send the driver the stacks of ranks that a user has signalled by hand (`kill -QUIT`)."""
+        """Send the stacks of ranks that a user has signalled by hand (`kill -QUIT`)."""
         if self._stacks_at is None:  # else this agent has signalled the ranks
             for rank in self._ranks.values():
                 self._note_lines(rank, rank.take_stacks(self._scratch).splitlines())
@@ -372,7 +364,7 @@ class _Agent:
 
 
 def heartbeat_interval(place: Place, pulse: float | None) -> float:
-    """Return the seconds between an agent's heartbeats. `pulse`: seconds between a rank's reports of signs of life."""
+    """Return seconds. `pulse` has those between a rank's reports of signs of life."""
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))

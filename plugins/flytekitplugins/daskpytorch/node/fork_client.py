@@ -28,7 +28,7 @@ class ForkServerLostError(ConnectionError):
 
 
 class ForkServerFailedError(RuntimeError):
-    """The fork server could not start ranks, or has crashed. A new fork server would fail in the same way."""
+    """The fork server could not start ranks, or has crashed, as a new one would."""
 
 
 class ForkServerClient:
@@ -43,10 +43,7 @@ class ForkServerClient:
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, *outputs: int) -> None:
-        """Start rank `key`.
-
-        `channel` leads to its agent, `outputs` are its standard output and error, or one for both.
-        """
+        """Start a rank. `channel` leads to its agent, `outputs` are its standard output and error, or one for both."""
         _ranks.add((id(self), key))
         try:
             socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, *outputs])
@@ -139,20 +136,19 @@ def connect() -> ForkServerClient:
 
 
 def start_ahead() -> None:
-    """Start the fork server and its imports before any gang needs ranks."""
     with _lock:
         _running()
     connect().close()
 
 
 def import_ahead(module: str) -> None:
-    """Make later fork servers import a module. For `module:function`, they also call it."""
+    """Make later fork servers import a module, or call `module:function`."""
     if module not in _imported_ahead:
         _imported_ahead.append(module)
 
 
 def shutdown() -> None:
-    """End the fork server and all of its ranks. A later `connect` starts a new one."""
+    """End the fork server and its ranks. A later `connect` starts a new one."""
     global _owned
     with _lock:
         ended, _owned = _owned, None
@@ -197,8 +193,8 @@ def _start() -> _Owned:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = fork_server.command("main", [theirs.fileno(), *_imported_ahead], path_here())
-        # A Dask nanny makes the C library return freed memory at once. The price is thousands of page faults per
-        # training step. The C library reads the variable only when a process starts.
+        # A Dask nanny makes the C library return freed memory at once, for thousands of page faults per training step.
+        # The C library reads the variable only when a process starts.
         kept = without_nannys(os.environ)
         env = {name: value for name, value in os.environ.items() if name != NANNYS_MARK or name in kept}
         _ranks.clear()  # ranks of an earlier server have ended with it

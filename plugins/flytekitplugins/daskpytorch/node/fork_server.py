@@ -76,7 +76,7 @@ def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[
 class _Client:
     sock: socket.socket
     ranks: dict[int, int] = field(default_factory=dict)
-    """Process ID of each running rank, by its key."""
+    """Rank's key -> its process ID."""
 
 
 class _Server:
@@ -85,7 +85,6 @@ class _Server:
     def __init__(self, control: socket.socket, imported_ahead: Sequence[str]) -> None:
         self._control = control
         self._imported_ahead = imported_ahead
-        """Imported before the first fork, in addition to what every rank needs."""
         self._started_with = dict(os.environ)
         self._prctl = ctypes.CDLL(None).prctl  # looked up once, for all ranks
         self._clients: set[_Client] = set()
@@ -197,7 +196,6 @@ class _Server:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Tell all agents the error that ends the fork server. Print it if no agent is connected."""
         text = "".join(traceback.format_exception_only(error)).strip()[-MAX_PACKET // 4 :]
         if not [client for client in self._clients if self._tell(client, {"error": text})]:
             traceback.print_exception(error)
@@ -287,7 +285,7 @@ def main_of_fresh_rank() -> None:
 
 
 TRAINS = "torch._dynamo"
-"""Every optimizer imports this module, and other code does not: the rank trains."""
+"""Module that every optimizer imports, and other code does not."""
 TRAINING_IMPORTS = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -302,7 +300,7 @@ to end would remove for all ranks."""
 
 _seed = random.Random.seed
 _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
-"""Generators that took their seeds from the operating system at import, such as flytekit's. A rank seeds them anew."""
+"""Generators that seeded themselves at import, such as flytekit's, and that a rank seeds anew."""
 
 
 # ---- Inherited modules
@@ -313,7 +311,7 @@ def _without_finalizers() -> Iterator[None]:
     """Keep each new `weakref.finalize` of the block from running at the process's exit.
 
     Torch's finalizers free objects that end with the process anyway. A rank's exit takes 50 to 100 ms with them, and 2
-    to 7 ms without (2026-11-26). Sweeps of small models have many exits (`many.py --trivial`).
+    to 7 ms without (2026-11-26), which counts in sweeps of small models (`many.py --trivial`).
     """
     begin = weakref.finalize.__init__
 
@@ -330,7 +328,7 @@ def _without_finalizers() -> Iterator[None]:
 
 @_without_finalizers()
 def import_for_ranks(others: Sequence[str]) -> None:
-    """Import what every rank needs, and the named others. For `module:function`, also call the function.
+    """Import what every rank needs, and `others`: a module, or `module:function`, which is called.
 
     Garbage collections during the imports would take 0.15 s of a first gang's two seconds (2026-11-26).
     """
@@ -377,7 +375,7 @@ class Leisure:
         """A byte that ranks share: 1 once a rank has trained."""
         self._names = deque(TRAINING_IMPORTS)
         self._at = math.inf
-        """Time of the next import, on the monotonic clock. Infinite while ranks run or no module is left."""
+        """Time of the next import, on the monotonic clock, or infinite while ranks run or no module is left."""
 
     def begin(self) -> None:
         """Import after some seconds without a rank, since the fork server was then started ahead."""
@@ -388,7 +386,6 @@ class Leisure:
             raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
 
     def pause(self) -> None:
-        """A rank starts."""
         self._at = math.inf
 
     def go_on(self) -> None:
@@ -397,7 +394,7 @@ class Leisure:
             self._at = time.monotonic()
 
     def patience(self) -> float | None:
-        """Return the seconds until the next import. None: no import is due."""
+        """Return the seconds until the next import, if one is due."""
         return max(0.0, self._at - time.monotonic()) if self._at < math.inf else None
 
     def import_next(self) -> None:
@@ -406,13 +403,11 @@ class Leisure:
             self._at = time.monotonic() if self._names else math.inf
 
     def watch_for_training(self) -> None:
-        """In a rank, tell the fork server once the rank trains."""
         register_post_import_hook(lambda _: self._has_trained.__setitem__(0, 1), TRAINS)
 
 
 @_without_finalizers()
 def import_quietly(name: str) -> None:
-    """Import one more module for later ranks, and ignore errors."""
     with contextlib.suppress(Exception):  # the rank that needs the module reports the error
         import_module(name)
     _settle()
@@ -442,7 +437,7 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 
 def watch_generators() -> None:
-    """Record which `random.Random` seed themselves from now on. Forked ranks seed only these anew."""
+    """Record which `random.Random` seed themselves from now on, to seed only these in forked ranks."""
     random.Random.seed = _noted_seed  # type: ignore[method-assign]
 
 

@@ -22,11 +22,10 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""They exist if a GPU driver is present: NVIDIA's for Linux, or that of WSL."""
+"""Device files of a GPU driver: NVIDIA's for Linux, or that of WSL."""
 LOOK_TIMEOUT = 60.0
-"""Seconds for a process that imports torch and counts the GPUs. A broken GPU driver may never answer."""
+"""Seconds to import torch and count the GPUs. A broken GPU driver may never answer."""
 DRIVER_TIMEOUT = 10.0
-"""Seconds for the output of `nvidia-smi`."""
 QUESTION = """
 import json, torch
 found, problem = [], ""
@@ -43,7 +42,6 @@ print(json.dumps([found, problem]))
 ASKING_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Kubernetes' device plugin sets the first for a container, and users set the second for a process."""
 NO_LIST = ("all", "none", "void")
-"""Values of `NVIDIA_VISIBLE_DEVICES` that are no list of GPUs."""
 
 _logger = logging.getLogger(__name__)
 
@@ -53,9 +51,8 @@ class FoundGpus:
     names: dict[str, str] = field(default_factory=dict)
     """Index or UUID, as `CUDA_VISIBLE_DEVICES` has it and in that order -> model."""
     uuids: tuple[str, ...] = ()
-    """Of each GPU or MIG instance, in the order of `names`. "" if unknown."""
+    """UUIDs, also of MIG instances, in the order of `names`, "" if unknown."""
     problem: str = ""
-    """Why no GPU was found, or the count failed."""
 
 
 def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node:
@@ -86,7 +83,6 @@ def local_versions() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface with this IP address."""
     if address.startswith("127."):
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():
@@ -96,10 +92,7 @@ def interface_of(address: str) -> str | None:
 
 
 def num_kills_for_memory() -> int:
-    """Count processes of this control group (version 1 or 2) that the kernel has killed for lack of memory.
-
-    0: unknown.
-    """
+    """Count processes of this control group that the kernel has killed for lack of memory, as far as known."""
     for file in _memory_records():
         with contextlib.suppress(OSError, ValueError):
             for line in file.read_text().splitlines():
@@ -124,7 +117,7 @@ def _memory_records() -> Iterator[Path]:
 
 
 def gpus_here() -> FoundGpus:
-    """Return the GPUs that this process may use. A successful count is cached."""
+    """Return the GPUs that this process may use. Only a successful count is cached."""
     if not any(file.exists() for file in DRIVER_FILES):
         return FoundGpus(problem=f"there is no {DRIVER_FILES[0]}, so no GPU driver reaches this process")
     try:
@@ -196,7 +189,7 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
 def num_ranks_here(nproc: int | str, backend: str, num_gpus: int = 0) -> int:
     """Return the number of ranks here for `SpawnDDP(nproc=...)`. "auto": one per GPU, or one without GPUs.
 
-    Raises GangStartError if GPUs of the limits are missing, and ValueError if nccl has fewer GPUs than ranks.
+    GangStartError: GPUs of the limits are missing. ValueError: nccl has fewer GPUs than ranks.
     """
     gpus = require_gpus(num_gpus, socket.gethostname()).names
     wanted = int(nproc) if nproc != "auto" else max(1, len(gpus))
@@ -259,7 +252,7 @@ def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 
 async def host_and_gpus() -> tuple[str, tuple[str, ...]]:
-    """Return the host's name and the GPUs' UUIDs (or names). The driver calls this on workers."""
+    """Return the host's name and the GPUs' UUIDs (or names), on a worker."""
     found = await asyncio.to_thread(gpus_here)
     uuids = found.uuids or ("",) * len(found.names)
     return socket.gethostname(), tuple(uuid or gpu for uuid, gpu in zip(uuids, found.names, strict=True))

@@ -26,7 +26,6 @@ MAX_WAITING = 1024
 CLOSE_TIMEOUT = 5.0
 """Seconds for the disk to take what waits at the gang's end."""
 TOO_SLOW = "the disk is too slow for the ranks' output"
-"""Reason if more than `MAX_WAITING` pieces wait."""
 
 Copy = Callable[[bytes], None]
 """Gets each piece of a stream, and b"" at the stream's end."""
@@ -43,16 +42,14 @@ class LogFiles:
         self._tell = tell
         self._worker = Worker(name="logs")
         self._files: dict[Path, int] = {}
-        """Open descriptors."""
         self._has_failed = False
 
     def copies(self, attempt: int, rank: int) -> list[Copy]:
-        """Return the functions that write a rank's standard output and standard error."""
         folder = self._of_rank(attempt, rank)
         return [functools.partial(self._write, folder / f"{stream}.log") for stream in STREAMS]
 
     def place(self, attempt: int, rank: int) -> str:
-        """Return the folder of a rank's log files. Empty after an error."""
+        """Return the folder of a rank's log files, or "" after an error."""
         return "" if self._has_failed else str(self._of_rank(attempt, rank))
 
     def close(self) -> None:
@@ -76,7 +73,7 @@ class LogFiles:
             self._fail(str(error))
 
     def _append(self, file: Path, data: bytes) -> None:
-        """Append data to a file, opened at need. Empty data close the file."""
+        """Empty data close the file."""
         if self._has_failed:
             return
         if file not in self._files:
@@ -116,19 +113,15 @@ TAIL_LINES = 40
 TAIL_SIZE = 16 << 10
 """Characters of these lines together."""
 MAX_LINE = 64 << 10
-"""Characters of a line of output. A longer line becomes several."""
+"""Characters of a line of output, which is cut there."""
 _END = re.compile("([\r\n])")
 
 
 class Lines:
-    """Splits a stream of bytes into lines, in bounded memory."""
-
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unfinished = ""
-        """Start of the last line, whose end has not arrived."""
         self._is_after_return = False
-        """A carriage return ended the last line."""
 
     def feed(self, data: bytes) -> list[str]:
         """Return the newly complete lines. b"" ends the stream.
@@ -179,35 +172,30 @@ class Output:
 
 
 def open_pipes(copies: Sequence[Copy]) -> tuple[list[Output], list[int]]:
-    """Return the read ends of new pipes, and the descriptors of their write ends for a rank."""
     pipes = [os.pipe() for _ in copies]
     return [Output(end, copy) for (end, _), copy in zip(pipes, copies, strict=True)], [end for _, end in pipes]
 
 
 @dataclass
 class Rank:
-    """An agent's record of a rank."""
-
     place: Place
-    """Its local rank is the rank's key at the fork server."""
     attempt: int
     channel: Channel
     outputs: list[Output]
     """One pipe for standard output and error together, or one for each if they have log files."""
     num_moves: int | None = None
-    """Number of signs of life in the newest report. None before the first report."""
+    """Number of signs of life in the newest report."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     watchdog: str = ""
     """Newest log line in which torch's NCCL watchdog aborts the process."""
     kill_at: float | None = None
-    """Time at which the agent kills the rank, on the monotonic clock. None before an order to stop."""
+    """Time at which the agent kills the rank, on the monotonic clock."""
 
     @property
     def log_tail(self) -> str:
         return "\n".join(self.tail)[-TAIL_SIZE:]
 
     def open_outputs(self) -> list[Output]:
-        """Return the pipes whose other end the rank, or a process of the rank, has not closed."""
         return [output for output in self.outputs if output.is_open]
 
     def take_lines(self) -> list[str]:
@@ -215,22 +203,17 @@ class Rank:
         return [line for output in self.open_outputs() for line in output.read_lines()]
 
     def remaining_lines(self) -> Iterator[list[str]]:
-        """Yield the lines of each read, until the pipes are empty. The agent sends them before the next read.
-
-        A process that outlives the rank may go on writing, so that the lines together have no limit.
-        """
+        """Yield the lines of each read, for a process that outlives the rank, and writes without a limit."""
         for output in self.open_outputs():
             while output.is_open and wait([output.descriptor], 0):
                 yield output.read_lines()
 
     def note(self, lines: list[str]) -> None:
-        """Keep the end of the rank's log, and the newest line of torch's NCCL watchdog."""
         self.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
         # Stacks of all threads follow the watchdog's line, and push that line out of the tail.
         self.watchdog = next((line[:TAIL_SIZE] for line in lines[::-1] if is_of_watchdog(line)), self.watchdog)
 
     def take_stacks(self, scratch: Path) -> str:
-        """Return the stacks in the rank's file, and empty the file."""
         path = job.stacks_path(scratch, self.place)
         with contextlib.suppress(OSError):  # a starting rank has no file yet
             if text := path.read_text(errors="replace")[: job.MAX_STACKS]:

@@ -1,7 +1,4 @@
-"""Transfers of checkpoints and of a call's large arguments between an agent and its driver.
-
-Runs in threads of the agent. The agent tells its ranks the outcomes.
-"""
+"""Transfers of checkpoints and of a call's large arguments between an agent and its driver, in threads of the agent."""
 
 import contextlib
 import socket
@@ -22,23 +19,20 @@ from flytekitplugins.daskpytorch.protocol.placement import title_of
 NUM_FILES_KEPT = 3
 """Newest whole checkpoints that stay on a node, so that a restart needs no download."""
 DIAL_TIMEOUT = 30.0
-"""Seconds for opening a connection to the driver."""
 DIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
 """Seconds before each retry to connect."""
 
 
 class Transfers:
-    """Downloads checkpoints and large arguments to this node, and uploads checkpoints to the driver."""
-
     def __init__(self, order: AgentOrder, scratch: Path, say: Callable[[messages.FromAgent], None]) -> None:
         self._order = order
         self._scratch = scratch
         self._say = say
         self._used: dict[str, float] = {}
-        """File name -> time at which ranks last asked for it, since the epoch. The file's own times stay unchanged,
-        since the driver may share the file."""
+        """File name -> time at which ranks last asked for it. The driver may share the file, whose own times stay
+        unchanged."""
         self._large: SharedMemory | None = None
-        """Copy of the newest call's large arguments, for all attempts. None on the driver's machine."""
+        """Copy of the newest call's large arguments, for all attempts, except on the driver's machine."""
         self._large_name = ""
         self._large_lock = threading.Lock()
         self._outcomes, self._outcome_from_thread = Pipe(duplex=False)
@@ -56,7 +50,6 @@ class Transfers:
         return self._outcomes.fileno()
 
     def next_outcome(self) -> messages.Bring:
-        """Wait for a download's end, and return its order with the answer for the ranks."""
         outcome: messages.Bring = self._outcomes.recv()
         return outcome
 
@@ -65,11 +58,10 @@ class Transfers:
         self._in_background(self._bring, order)
 
     def send(self, file: CheckpointFile) -> None:
-        """Upload in a thread."""
         self._in_background(self._send, file)
 
     def _find_large(self, original: Address) -> Address:
-        """Return the address in this node's memory. The first call downloads the arguments."""
+        """The first call downloads the arguments."""
         with self._large_lock:  # the previous attempt may still be downloading them
             if original.is_here:
                 return original
@@ -121,10 +113,7 @@ class Transfers:
             self._say(messages.Sent(file, f"{type(error).__name__}: {error}"))
 
     def _drop_older_than(self, newest: Path) -> None:
-        """Delete old checkpoints, except the last three up to `newest`, which the driver has requested.
-
-        Later checkpoints stay, too: the driver may request them next.
-        """
+        """Keep the last three checkpoints up to `newest`, and later ones, which the driver may request next."""
         with contextlib.suppress(FileNotFoundError):  # another thread has deleted one of the files
             kept = sorted(self._scratch.glob("step-*.pt"), key=self._last_used)
             for old in kept[: max(0, kept.index(newest) + 1 - NUM_FILES_KEPT)] if newest in kept else ():
@@ -139,7 +128,7 @@ class Transfers:
 
 
 def dial(order: AgentOrder, retried: type[ConnectionError] = ConnectionAbortedError) -> Connection:
-    """Connect to the driver and do the handshake. By default, only a driver that has hung up is tried again.
+    """Connect to the driver. By default, only a driver that has hung up is tried again.
 
     Raises ConnectionError if the driver cannot be reached, or is another gang's.
     """

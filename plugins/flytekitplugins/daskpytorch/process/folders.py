@@ -1,9 +1,9 @@
 """Scratch folders that are removed with their process, and folders to which only this user may write.
 
-A process locks each of its scratch folders, and the kernel releases the lock however the process ends. Before a process
-makes its first folder, it removes this machine's folders without a lock. Killed processes have left those.
+A process locks its scratch folders, and the kernel releases the lock however the process ends. A process that makes its
+first folder removes this machine's folders without a lock.
 
-Files of private folders are read back later. Reading what another user has put there may run that user's code.
+Reading what another user has put into a private folder may run that user's code.
 """
 
 import contextlib
@@ -27,11 +27,10 @@ from flytekitplugins.daskpytorch.process.system import running_kernel
 RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
 """Seconds between tries to remove a scratch folder to which a process still writes."""
 MACHINE = hashlib.sha256(running_kernel().encode()).hexdigest()[:8]
-"""In the names of this machine's scratch folders. On a shared disk, other machines' locks may be invisible."""
+"""In the names of scratch folders: on a shared disk, other machines' locks may be invisible."""
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"
-"""Folder for checkpoints of local runs. Empty: checkpoints are not kept after a run."""
+"""Folder for checkpoints of local runs, which are not kept after a run if it is empty."""
 NAME = re.compile(rf"daskpytorch-(?:[a-z]+-)?{MACHINE}[0-9a-f]{{16}}")
-"""Matches scratch folders that a process of this machine has made."""
 
 
 @contextlib.contextmanager
@@ -59,7 +58,6 @@ def _tidy(place: str) -> None:
 
 
 def remove_abandoned(place: str) -> None:
-    """Remove the scratch folders that this user's killed processes have left in `place`."""
     for entry in os.scandir(place):
         if NAME.fullmatch(entry.name):
             remove_unlocked(Path(entry.path))
@@ -88,10 +86,7 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(target: Path, unfinished: Path) -> Iterator[Path]:
-    """Yield the path `unfinished` for a new file, and rename the file to `target` at the end of the context.
-
-    Readers see the old file or the complete new one. After an error in the context, neither path has a new file.
-    """
+    """Yield `unfinished` for a new file, and rename it to `target` at the end, or remove it after an error."""
     try:
         yield unfinished
         unfinished.replace(target)
@@ -113,10 +108,7 @@ def make_private(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path, *, with_files: bool = True) -> None:
-    """Raise PermissionError if another user (not root) owns, or can write, the folder or a file in it.
-
-    Folders below are not checked.
-    """
+    """Raise PermissionError if another user (not root) owns, or can write, the folder or a file directly in it."""
     _refuse(folder, folder, WRITABLE)
     is_closed = not folder.stat().st_mode & REACHABLE
     for path in folder.iterdir() if with_files else ():
@@ -145,7 +137,7 @@ def _refuse(path: Path, folder: Path, bits: int) -> None:
 
 
 def _is_private(group: int) -> bool:
-    """Return True if only this user is in the group. Many systems give each user a group, with a umask of 002."""
+    """Return True if only this user is in the group, as on many systems, with a umask of 002."""
     try:
         user, named = pwd.getpwuid(os.geteuid()), getgrgid(group)
     except KeyError:
@@ -154,7 +146,7 @@ def _is_private(group: int) -> bool:
 
 
 def _is_usual(folder: Path, owner: int, mode: int) -> bool:
-    """Return True if a new file there has this owner and mode. Some mounts give all files the same ones."""
+    """Return True if a new file there has this owner and mode, as on mounts that give all files the same ones."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".daskpytorch-") as file:  # the file's mode is 0600
             found = os.fstat(file.fileno())
@@ -171,9 +163,9 @@ def _name_of(user: int) -> str:
 
 
 def state_of(path: Path) -> tuple[int, ...] | None:
-    """Return device, inode, size and modification time. None: no file.
+    """Return device, inode, size and modification time, of which a write changes at least one. None: no file.
 
-    A write changes at least one. Containers of one machine may have files with the same inode, but on other devices.
+    Containers of one machine may have files with the same inode, but on other devices.
     """
     try:
         found = path.stat()

@@ -22,13 +22,11 @@ from typing import Any, TypeVar
 NOTICE_AFTER = 10.0
 """Seconds after which a program that does not end names what it waits for."""
 MAX_WAIT = 300.0
-"""Seconds for a rank's threads, executors, child processes and exit functions after the user's function. Then the rank
-ends regardless."""
+"""Seconds for a rank's threads, executors, child processes and exit functions, before the rank ends regardless."""
 T = TypeVar("T")
 IDLE = thread._worker.__code__  # noqa: SLF001
 """Innermost code of an executor's thread that waits for work."""
 LATE = 1
-"""Exit code of a rank that ends after `MAX_WAIT`."""
 
 
 @contextlib.contextmanager
@@ -54,10 +52,7 @@ def watched(who: str, max_wait: float | None) -> Iterator[None]:
 
 
 def has_work() -> bool:
-    """Return True if Python would wait at its exit for threads or child processes.
-
-    Idle threads of executors do not count.
-    """
+    """Return True if Python would wait at its exit for threads (but idle ones of executors) or child processes."""
     frames, main = sys._current_frames(), threading.main_thread()  # noqa: SLF001 - Python documents it
     threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
     if any(getattr(frames.get(each.ident or 0), "f_code", None) is not IDLE for each in threads):
@@ -81,7 +76,7 @@ def _named_rest() -> str:
 def finished(who: str, max_wait: float | None) -> Iterator[None]:
     """After the block, do what Python does at a program's end, for what the block has started.
 
-    If the block raises an exception, the process does so at its own exit. `max_wait` is that of `watched`.
+    If the block raises an exception, the process does so at its own exit.
     """
     threads, children = set(threading.enumerate()), set(multiprocessing.active_children())
     with _noted_exit_functions() as functions:
@@ -130,7 +125,6 @@ def _noted_exit_functions() -> Iterator[list[functools.partial[Any]]]:
 
 
 def _shut_down_executors(threads: set[threading.Thread]) -> None:
-    """Let the executors of these threads finish their work."""
     for each in list(instances_of(Executor)):
         own = {getattr(each, "_executor_manager_thread", None), *getattr(each, "_threads", ())}
         if not threads.isdisjoint(own):

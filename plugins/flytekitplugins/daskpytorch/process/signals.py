@@ -2,9 +2,9 @@
 
 The first Ctrl-C ends the gang in good order, and the second ends the process at once.
 
-Slurm and some container runtimes send SIGTERM to all processes at once. Only the task or the Dask worker should react:
-both stop their ranks after a last checkpoint. Until then all child processes must survive. SIGINT from a terminal does
-not reach fork servers and ranks, which have separate sessions.
+Slurm and some container runtimes send SIGTERM to all processes at once. Only the task or the Dask worker reacts: it
+stops its ranks after a last checkpoint. Until then all child processes must survive. Fork servers and ranks, which have
+separate sessions, get no SIGINT from a terminal.
 """
 
 import contextlib
@@ -17,12 +17,9 @@ from typing import Any
 
 EXIT_CODE = 128 + signal.SIGINT
 SHOW_CURSOR = "\x1b[?25h"
-"""For a cursor that a live display has hidden."""
 
 
 class CtrlC:
-    """Handler of Ctrl-C for one task."""
-
     def __init__(self) -> None:
         self.was_pressed = False
         self._end_gang: Callable[[], object] | None = None
@@ -32,8 +29,7 @@ class CtrlC:
     def heeded(self) -> Iterator[None]:
         """Handle Ctrl-C in the main thread of a process that does not ignore it.
 
-        After a first Ctrl-C, the handler stays until the process ends, which may take a moment. Notebooks and prompts
-        get their own handler back.
+        After a first Ctrl-C, the handler stays until the process ends, except in notebooks and at prompts.
         """
         usual = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(usual):
@@ -127,7 +123,7 @@ _forking = threading.local()
 
 @contextlib.contextmanager
 def sigterm_held_back() -> Iterator[None]:
-    """Block SIGTERM in this thread. Child processes inherit this, and unblock SIGTERM after they install a handler."""
+    """Block SIGTERM in this thread and its child processes, which unblock it after they install a handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -138,8 +134,8 @@ def sigterm_held_back() -> Iterator[None]:
 def leave_sigterm_to_parent() -> None:
     """Make this process survive SIGTERM. Call this function in the main thread.
 
-    The handler does nothing. An ignored SIGTERM would be ignored by programs that this process starts, too. Forks, such
-    as a `multiprocessing.Process`, end by SIGTERM as usual.
+    An ignored SIGTERM would be ignored by programs that this process starts, too, so it has a handler. Forks, such as a
+    `multiprocessing.Process`, end by SIGTERM as usual.
     """
     global _is_registered
     signal.signal(signal.SIGTERM, _pass)

@@ -1,8 +1,7 @@
 """Standard streams, texts without secrets and control characters for them, and this package's own log. Runs everywhere.
 
-The log on standard error has lines for people, or JSON objects with `DASKPYTORCH_LOG=json`. JSON objects go through the
-loggers `flytekitplugins.daskpytorch` and its modules. Lines for people go straight to standard error, so that the
-program's logging settings cannot hide them.
+The log has lines for people, straight to standard error, so that the program's logging settings cannot hide them. With
+`DASKPYTORCH_LOG=json` it has JSON objects, by the loggers `flytekitplugins.daskpytorch` and its modules.
 """
 
 import argparse
@@ -26,7 +25,7 @@ SECRET = re.compile(
     r"(?i)^token$|(^|[_\W])(secret|password|passwd|passphrase|credentials?|authorization|connection_string|storage_options"
     r"|(api|access|secret|private)[-_]?key([-_]?id)?|(api|auth|access|session|bearer|hf)[-_]?token)$"
 )
-"""Names of secrets, such as `api_key`. Hyper-parameters such as `num_tokens` do not match."""
+"""Names of secrets, such as `api_key`, but not of hyper-parameters such as `num_tokens`."""
 PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
 """Password in an address: `postgres://user:password@host`."""
 SIGNATURE = re.compile(r"(?i)([?&](?:[\w-]*(?:signature|token|secret|password|api_?key)|sig)=)[^&#\s]+")
@@ -45,7 +44,6 @@ def open_closed() -> None:
 
 
 def _nowhere(number: int, mode: str) -> object:
-    """Return the null device as a file, with descriptor `number` if that is free."""
     found = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
     if found == number:
         os.set_inheritable(found, True)
@@ -58,7 +56,7 @@ class Screen:
     def __init__(self, *, is_output: bool = False) -> None:
         self._is_output = is_output
         self.error: OSError | None = None
-        """By which text was lost, such as a full disk. None also if a reader has left, as after `| head`."""
+        """By which text was lost, such as a full disk, but not if a reader has left, as after `| head`."""
         self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
         file = self._file
         if is_output and isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
@@ -131,7 +129,6 @@ def _hidden_by_name(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _without_secret_fields(value: Any) -> Any:
-    """Copy a dataclass, namespace or Pydantic model as the same type. Return any other value unchanged."""
     if callable(getattr(type(value), "model_copy", None)):  # a model of Pydantic
         return value.model_copy(update=_hidden_by_name(dict(value)))
     is_record = dataclasses.is_dataclass(value) and not isinstance(value, (type, os.PathLike))  # a FlyteFile is both
@@ -151,7 +148,6 @@ FORMAT_VARIABLE = "DASKPYTORCH_LOG"
 LEVEL_VARIABLE = "FLYTE_SDK_LOGGING_LEVEL"
 """Flyte's variable with the lowest level of written log records, a number of `logging`."""
 BEGINNING = '{"time": "'
-"""First characters of each JSON object in this package's log."""
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -161,7 +157,6 @@ def is_for_machines() -> bool:
 
 
 def set_up() -> None:
-    """Make this package's loggers write JSON objects, if `DASKPYTORCH_LOG=json`."""
     if is_for_machines() and not any(isinstance(handler, _Objects) for handler in logger.handlers):
         logger.addHandler(_Objects())
         logger.propagate = False
@@ -169,7 +164,6 @@ def set_up() -> None:
 
 
 def say(text: str, level: int = logging.WARNING) -> None:
-    """Write a text to this package's log: as a line, or as a JSON object if `DASKPYTORCH_LOG=json`."""
     if is_for_machines():
         tell("note", {"text": text}, level)
     elif level >= _least_level():
@@ -177,14 +171,14 @@ def say(text: str, level: int = logging.WARNING) -> None:
 
 
 def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> None:
-    """Log an event as a JSON object, if `DASKPYTORCH_LOG=json`. None values are dropped."""
+    """Log an event as a JSON object, if `DASKPYTORCH_LOG=json`, without values that are None."""
     set_up()
     known = {name: value for name, value in fields.items() if value is not None}
     logger.log(level, "", extra={"event": event, "fields": known})
 
 
 def object_in(line: str) -> dict[str, Any] | None:
-    """Return the JSON object that this package logged as `line` in another process. None for any other line."""
+    """Return the JSON object that this package logged as `line` in another process, if it is one."""
     if not line.startswith(BEGINNING):
         return None
     try:
@@ -196,8 +190,6 @@ def object_in(line: str) -> dict[str, Any] | None:
 
 
 class _Objects(logging.Handler):
-    """Writes each record as one line with a JSON object."""
-
     def emit(self, record: logging.LogRecord) -> None:
         said: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -215,7 +207,7 @@ class _Objects(logging.Handler):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can express. Infinite numbers and NaN become texts."""
+    """Return a value that JSON can express: infinite numbers and NaN become texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

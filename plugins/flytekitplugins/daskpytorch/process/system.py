@@ -22,12 +22,11 @@ _logger = logging.getLogger(__name__)
 
 
 def runs_gangs() -> bool:
-    """Return True if this system can start, watch and end ranks."""
     return sys.platform == "linux"
 
 
 def running_kernel() -> str:
-    """Return the kernel's boot ID. Empty if it has none."""
+    """Return the kernel's boot ID, or "" if it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -47,7 +46,7 @@ def check_system() -> None:
 
 @contextlib.contextmanager
 def optional(what: str) -> Iterator[None]:
-    """Run an optional step, such as a speed-up or a display. An error is only logged."""
+    """Only log an error of an optional step, such as a speed-up or a display."""
     try:
         yield
     except Exception as error:  # an unknown version of torch, kernel or container may raise any exception
@@ -90,7 +89,6 @@ def allow_connections(num_agents: int) -> None:
 
 
 def path_here() -> list[str]:
-    """Return `sys.path` without the entry for the current folder."""
     return [str(entry) for entry in sys.path if entry]
 
 
@@ -140,14 +138,12 @@ SET_LATER = (
 )
 """Variables with such a prefix that need no fresh interpreter."""
 NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
-"""As a rule, only a Dask nanny sets this variable."""
 NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""What a Dask nanny sets for its worker, with Dask's defaults up to distributed 2026.8. A nanny keeps values from its
-own environment."""
+"""What a Dask nanny sets for its worker, except for values of its own environment, with Dask's defaults up to
+distributed 2026.8."""
 
 
 def read_so_far() -> tuple[str, ...]:
-    """Return the prefixes of variables that modules of this process have read at their import."""
     return tuple(prefix for module, prefixes in READ_AT_IMPORT.items() if module in sys.modules for prefix in prefixes)
 
 
@@ -170,7 +166,6 @@ def needs_fresh_interpreter(started: Mapping[str, str], wanted: Mapping[str, str
 
 
 def _part_read_early(name: str, environment: Mapping[str, str]) -> str | None:
-    """Return the part of a variable's value that is read early."""
     value = environment.get(name)
     if value is not None and name.endswith("_ALLOC_CONF"):  # the first allocation reads the other options
         backend = re.search(r"backend:[^,]*", value)
@@ -195,10 +190,7 @@ def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _before_nanny() -> Mapping[str, str]:
-    """Return the environment of this process's start, or of its nearest ancestor that no Dask nanny started.
-
-    Empty if the system does not show it.
-    """
+    """Return the environment with which this process, or its nearest ancestor that no nanny started, has started."""
     pid = os.getpid()
     while pid > 1:
         try:

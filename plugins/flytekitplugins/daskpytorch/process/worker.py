@@ -1,7 +1,6 @@
 """Threads for slow work, such as requests to storage, to trackers and to a GPU's driver. Runs in the driver and ranks.
 
-Each job of a `Worker` belongs to a queue (lane), whose jobs run in order. A failed job is retried after a pause. During
-this pause, its lane waits, while other lanes continue.
+The jobs of a queue (lane) run in order. While a failed job waits for its retry, only its lane waits.
 """
 
 import logging
@@ -18,7 +17,7 @@ RETRY_AFTER = 2.0
 MAX_PAUSE = 60.0
 """Seconds."""
 IDLE_TIME = 1.0
-"""Seconds without a job after which the thread ends. The next job starts another."""
+"""Seconds without a job after which the thread ends, until the next job starts another."""
 DEFAULT_LANE = ""
 
 _logger = logging.getLogger(__name__)
@@ -40,32 +39,24 @@ def in_thread(act: Callable[[], T], name: str) -> Future[T]:
 
 
 def _give_up(error: Exception, *_: float) -> bool:
-    """Log a job's error, and end the job without a retry."""
     _logger.error("A job of the thread %s failed", threading.current_thread().name, exc_info=error)
     return True
 
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A call, such as an upload, that a `Worker` makes and retries."""
-
     lane: str
     work: Callable[[], object]
-    """An exception means that the job has failed."""
     gives_up: Callable[[Exception, int, float], bool]
-    """Called after a failed try with the error, the number of failed tries, and the seconds until the retry. True ends
-    the job."""
+    """Gets the error, the number of failed tries, and the seconds until the retry. True ends the job."""
     due: float
     """Earliest time of the next try, on the monotonic clock."""
     num_failures: int = 0
 
 
 class Worker:
-    """Thread that runs jobs, such as uploads, with retries. The jobs of each queue (lane) run in order."""
-
     def __init__(self, retry_after: float = RETRY_AFTER, name: str = "storage") -> None:
         self.retry_after = retry_after
-        """Seconds before the first retry."""
         self._name = name
         self._changed = threading.Condition()
         self._lanes: dict[str, deque[Job]] = {}
@@ -82,10 +73,7 @@ class Worker:
         *,
         lane: str = DEFAULT_LANE,
     ) -> None:
-        """Add a job.
-
-        By default, its first error is logged and ends it. RuntimeError: no thread can start, and no job is added.
-        """
+        """Add a job, whose first error ends it by default. RuntimeError: no thread can start, and no job is added."""
         with self._changed:
             if self._thread is None:
                 self._start()
@@ -94,7 +82,6 @@ class Worker:
             self._changed.notify_all()
 
     def has_begun(self, lane: str) -> bool:
-        """Return True if the lane has ever received a job."""
         return lane in self._lanes
 
     def jobs(self, lane: str = DEFAULT_LANE) -> Sequence[Job]:
@@ -102,7 +89,7 @@ class Worker:
         return self._lanes.get(lane, ())
 
     def flush(self, timeout: float | None = None, *, lane: str = DEFAULT_LANE) -> bool:
-        """Wait up to `timeout` seconds (None: no limit) for all jobs of the lane. Return True if no job is left."""
+        """Wait up to `timeout` seconds for all jobs of the lane. Return False if some are left."""
         self.shorten_pauses()
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self.jobs(lane), timeout)
@@ -125,7 +112,6 @@ class Worker:
             self._changed.notify_all()
 
     def first(self) -> Job | None:
-        """Return the job that is due first among the oldest jobs of all lanes."""
         with self._changed:
             return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 
