@@ -55,7 +55,7 @@ class FlyteExecution(host.Execution):
         return str(self._ctx.file_access.get_random_remote_directory()) if is_executing else None
 
     def put_folder(self, folder: Path, uri: str) -> None:
-        """Upload a folder as flytekit uploads outputs. If the upload fails, Flyte retries the task."""
+        """If the upload fails, Flyte retries the task."""
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:

@@ -36,7 +36,7 @@ HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
 
 local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=None)
-"""Local file of the task's Deck. None on Flyte's backend, and until the task makes a Deck."""
+"""None on Flyte's backend, and until the task makes a Deck."""
 
 
 def published(shown: ShownTask) -> AbstractContextManager[None]:
@@ -57,7 +57,7 @@ def published(shown: ShownTask) -> AbstractContextManager[None]:
 
 
 def write_local(ctx: FlyteContext) -> None:
-    """In a local run, write the file with the task's Decks. On Flyte's backend, flytekit does."""
+    """On Flyte's backend, flytekit writes the file."""
     if (file := _DeckFile(ctx, local_file.get())).is_local:
         file.write()
 
@@ -76,7 +76,7 @@ class _DeckFile:
         local_file.set(self.path if self.is_local else None)
 
     def write(self) -> None:
-        """Write the file, and on Flyte's backend upload it. flytekit's link to fonts from Google is left out."""
+        """Leave out flytekit's link to fonts from Google."""
         page = FONTS.sub("", _get_deck(self._ctx.user_space_params, ignore_jupyter=True))
         beside = self.path.with_suffix(".new")
         beside.write_text(page, encoding="utf-8", errors="replace")

@@ -32,7 +32,7 @@ class TaskOutput:
     """A serialised `flyteidl.core.LiteralMap`."""
     decks: list[tuple[str, str]]
     tab: str = ""
-    """HTML of the Deck's tab of outputs. Empty: no such tab."""
+    """Empty: no such tab."""
 
 
 @dataclass(frozen=True, kw_only=True)

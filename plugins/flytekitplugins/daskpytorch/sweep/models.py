@@ -61,7 +61,7 @@ def train_all(sweep: Sweep) -> ModelFutures:
 
 
 class ModelFutures(Futures[ModelFuture]):
-    """Futures of many models, in the order of the experiments. Each is settled when its model's training ends."""
+    """Futures of many models, in the order of the experiments, each settled when its model's training ends."""
 
     def __init__(self, sweep: Sweep, models: Sequence[Model]) -> None:
         self.cluster = sweep.cluster

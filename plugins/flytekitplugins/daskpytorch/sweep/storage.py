@@ -97,7 +97,7 @@ class SweepStorage:
             return dict(zip(names, readers.map(self._read, names), strict=True))
 
     def _read(self, name: str) -> Any:
-        """Return a pickle file's object, or None for a truncated file, as in stores without atomic writes."""
+        """Return None for a truncated file, as in stores without atomic writes."""
         data = self.files.read(f"{self.folder}/{name}")
         try:
             return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
@@ -115,7 +115,6 @@ class ModelStorage:
     files: Files
     folder: str
     about: Callable[[], dict[str, Any]]
-    """Returns the experiment, the records so far, and a search's trial."""
 
     @property
     def paths(self) -> StoragePaths:

@@ -77,7 +77,6 @@ class Sweep:
 
     @property
     def known(self) -> Sequence[Any] | None:
-        """None in a search, whose study suggests the experiments."""
         return None if isinstance(self.experiments, Search) else self.experiments
 
     @property
@@ -242,7 +241,6 @@ class Pool:
 
     @property
     def is_in_use(self) -> bool:
-        """True if a gang holds workers, or waits for replacements of lost ones."""
         return bool(self._held)
 
     def update(self, present: Iterable[str]) -> None:
@@ -260,7 +258,6 @@ class Pool:
         return self.refill(holder)
 
     def refill(self, holder: Hashable) -> list[str]:
-        """Replace a holder's lost workers by free ones, and return all its workers."""
         missing = sorted(self.free, key=worker_order)[: self._num_missing(holder)]
         self.free.difference_update(missing)
         self._held[holder].update(missing)

@@ -33,7 +33,6 @@ class Trials:
         self.asked = asked
         self.num_models = num_models
         self.suggests = isinstance(asked, Search)
-        """True for a search, whose study suggests the experiments."""
         self.study = asked.study if isinstance(asked, Search) else _new_study(asked)
         self.metric = asked.metric if len(self.study.directions) == 1 else None
         """None without early stopping, or if the study has several directions, by which Optuna cannot prune."""

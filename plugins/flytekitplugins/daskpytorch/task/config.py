@@ -59,7 +59,6 @@ class Host:
                 other.refuse(config, self)
 
     def refuse(self, config: type, of: Host) -> None:
-        """Let this SDK raise an error for tasks whose config has a class that belongs to the other SDK `of`."""
         name = next(base for base in config.__mro__ if base.__module__.startswith(of.package)).__name__
         self.register(config, functools.partial(_refuse, name, of, self))
 
@@ -69,7 +68,7 @@ class ConfigClass(type):
 
 
 class Config(metaclass=ConfigClass):
-    """Base of the configs of tasks. The constructor checks the fields."""
+    """Base of the configs of tasks."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Register a user's subclass for the task type of its base, since SDKs look only at a config's own class."""
@@ -105,7 +104,6 @@ class OnDask(Config):
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs that the config requests for each worker."""
         raise NotImplementedError
 
 

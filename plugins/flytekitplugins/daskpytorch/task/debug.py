@@ -116,7 +116,7 @@ def _become_rank(
     told: Observers,
     stack: ExitStack,
 ) -> None:
-    """Set environment, process group and `current_rank()`. `stack` restores all three."""
+    """`stack` restores environment, process group and `current_rank()`."""
     begun_at, node = time.monotonic(), describe_node(socket.gethostname(), None)
     [[place]] = places = place_ranks([node], 1)
     job = Job(

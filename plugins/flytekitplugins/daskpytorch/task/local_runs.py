@@ -80,7 +80,6 @@ class LocalRun:
         return f"the checkpoint of step {step} is kept, {HOW_TO_GO_ON} go on from it"
 
     def close(self) -> None:
-        """Unlock the run's folder, and remove its empty folders."""
         if self._lock is not None:
             for folder, _, _ in os.walk(self.folder, topdown=False):
                 with contextlib.suppress(OSError):  # the folder is not empty
@@ -136,7 +135,6 @@ def begin(task: str, attempt_before: Path | None = None) -> LocalRun | None:
 
 
 def asked_run() -> str | None:
-    """Return the run that the user asks to go on from: `1`, `last` or a folder."""
     asked = os.environ.get(RESUME_VARIABLE, "")
     return None if asked in ("", "0") else asked
 

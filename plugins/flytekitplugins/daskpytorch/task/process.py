@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import is_debugging
 
 NOT_HERE = {"--remote", "-r", "--help"}
-"""Options of Flyte's command `run` with which no task runs on this machine."""
+"""Options of `run` with which no task runs on this machine."""
 NAME = b"plugins.daskpytorch"
 """Part of this package's name that every file with its tasks contains."""
 SIGTERM = "the task was told to end (SIGTERM)"

@@ -155,7 +155,6 @@ class Run:
         self._local = local_runs.begin(place_of(function, self.key, settings.key)) if keeps_locally else None
         paths = self._local.paths(GANG) if self._local is not None else None
         self.storage = storage_of(execution, self.key, settings, paths)
-        """None: checkpoints are not stored."""
         if self.storage is None and not self._is_alone and (asked := local_runs.asked_run()):
             say(
                 f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.run in a task of this kind, which "

@@ -64,7 +64,7 @@ class Shown:
             board.hold(is_held=False)
 
     def places(self) -> dict[str, str]:
-        """Return paths and URLs of checkpoints, logs and tracker pages, by name such as `checkpoints`."""
+        """Return paths and URLs by name, such as `checkpoints`."""
         has_checkpoint = self.run is not None and self.run.newest_step() is not None
         left = {"checkpoints": str(self.run.folder)} if self.run is not None and has_checkpoint else {}
         shape = self.state.shape
@@ -88,7 +88,7 @@ class Shown:
 class ShownTask(Shown):
     results: TaskResults
     _storage: dict[str, str] = field(default_factory=dict)
-    """Address of the gang's checkpoints in Flyte's storage, by name. Empty in a local run."""
+    """Empty in a local run."""
 
     def show_storage(self, storage: StoragePaths | None) -> None:
         """Log the address of the gang's checkpoints, which an aborted execution shows nowhere else."""

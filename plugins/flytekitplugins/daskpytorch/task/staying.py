@@ -131,7 +131,7 @@ class _Pending(Observer):
     has_formed: threading.Event = field(default_factory=threading.Event)
     is_closed: bool = False
     end: BaseException | None = None
-    """Error that has ended the gang. None before the gang's end."""
+    """None before the gang's end."""
 
     def on_event(self, event: journal.Event) -> None:
         match event:
