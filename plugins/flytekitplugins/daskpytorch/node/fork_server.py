@@ -1,8 +1,7 @@
 """The fork server: a process with torch imported that forks ranks in milliseconds, and never touches CUDA.
 
-`multiprocessing`'s fork server does not fit. Under a nanny, a Dask worker is a daemonic process, which
-`multiprocessing` forbids to start children. Children of `multiprocessing` import the parent's `__main__`, and survive
-a kill of their parent.
+`multiprocessing`'s fork server does not fit: it cannot start below a nanny, whose Dask worker is daemonic, and its
+children import the parent's `__main__`, and survive a kill of their parent.
 
 The owner is the process that has started the fork server: a Dask worker, or the task's process.
 
@@ -12,10 +11,8 @@ The owner is the process that has started the fork server: a Dask worker, or the
     agent         ──rank's channel──▶ rank:        its environment, for which a fork may have to become a fresh
                                                    interpreter; then orders, and reports come back
 
-All sockets are Unix SOCK_SEQPACKET, so each message is one packet. No socket has a name.
-
-Ranks inherit imported modules, environment and random generators. See benchmarks/README.md, "What each optimisation
-buys", for the gain of each step.
+All sockets are Unix SOCK_SEQPACKET without a name, so each message is one packet. benchmarks/README.md, "What each
+optimisation buys", has the gain of each step.
 """
 
 import contextlib

@@ -11,23 +11,17 @@ Runs in all processes. May import `process`, `settings`, `context`, `records` an
     agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
     rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each
 
-If an agent can reach the driver's own folder, checkpoints do not travel. The file gets a hard link there
-(`checkpoints`). A large return value is a file that the rank writes to that folder (`payload`).
+If an agent can reach the driver's folder, checkpoints get a hard link there (`checkpoints`), and a large return value
+is a file there (`payload`).
 
-Messages are frozen dataclasses, pickled, and the receiver matches on all their types. Signs of life are the exception:
-an agent gathers its ranks' signs of life and sends them unpickled in its heartbeat. Over TCP, messages travel in
-frames (`framing`). Each end unpickles messages only after both have proved knowledge of the gang's token.
-The driver listens and agents connect. Each connection keeps the order of its messages. No end waits for an answer. A
-missing answer shows as a closed connection, or as an agent without heartbeats.
+Messages are frozen dataclasses, pickled, and the receiver matches on all their types. The driver listens and agents
+connect. Each end unpickles only after both have proved knowledge of the gang's token (`framing`). No end waits for an
+answer: a missing one shows as a closed connection, or as an agent without heartbeats. The user's objects are bytes to
+all processes but the ranks.
 
-The user's objects are bytes (`pickling`) to all processes but the ranks, also the call (`function`). `Start` brings
-each agent the project's sources and the state of the driver's program (`code`). The agent uses the driver's
-own source files if it can reach them.
-
-Each agent opens a port and names the port in its `Hello`. The driver tells all ranks the port of rank 0's agent, which
-passes the socket on to rank 0. Rank 0 opens torch's store on the socket, a new store for each attempt. Ranks that
-connect earlier wait in the socket's queue. So the driver needs no torch and no connections to ranks, and no other
-process can take the port.
+Each agent opens a port and names it in its `Hello`. Rank 0 opens torch's store on its agent's socket, a new store for
+each attempt. Ranks that connect earlier wait in the socket's queue. So the driver needs no torch and no connections to
+ranks, and no other process can take the port.
 
     driver                                    agent, one per node                       rank
       │ ◀─────────── dials, handshake ───────────│ ─── forks the rank ──────────────────▶ │ waits

@@ -34,7 +34,6 @@ class CheckpointFile:
     """Folder in storage, by default that of the manifest."""
 
     is_evaluated: bool = field(default=False, compare=False)
-    """`metrics` includes those of `Gang(evaluate=...)`."""
 
     @property
     def name(self) -> str:
@@ -80,7 +79,7 @@ def link_file(file: Path, folder: Path) -> bool:
 
 
 def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> None:
-    """Receive a file, atomically. EOFError, OSError or ValueError (wrong digest): there is none."""
+    """Receive a file, atomically, or raise EOFError, OSError or ValueError (wrong digest)."""
     unfinished = folder / f"unfinished-{wanted.name}-{threading.get_ident()}"
     with replacing(folder / wanted.name, unfinished), HashedFile(io.FileIO(unfinished, "w")) as file:
         for piece in connection.pieces(wanted.size, f"the checkpoint of step {wanted.step}"):
@@ -104,16 +103,14 @@ FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShards:
-    """Rank 0's report that all ranks have written their shards to storage, or that a rank has failed to."""
-
     attempt: int
     number: int
     """Number of the attempt's `save_sharded` call, from 0. Several calls may have the same training step."""
     step: int
     size: int = 0
-    """Bytes of all ranks' objects together."""
+    """Of all ranks' objects together."""
     digest: str = ""
-    """SHA-256 of `digests.json`."""
+    """Of `digests.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     failure: str | None = None
 
@@ -124,9 +121,9 @@ class ShardedCheckpoint:
     step: int
     uri: str
     size: int
-    """Bytes of all ranks' objects together."""
+    """Of all ranks' objects together."""
     digest: str
-    """SHA-256 of `digests.json`."""
+    """Of `digests.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     is_evaluated: bool = field(default=False, compare=False)
     """`metrics` includes those of `Gang(evaluate=...)`."""
@@ -147,8 +144,6 @@ class ShardedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Where an attempt saves shards, and from what it may start."""
-
     base: str
     """Path or fsspec URL of the folder that has a folder for each sharded checkpoint."""
     nonce: str

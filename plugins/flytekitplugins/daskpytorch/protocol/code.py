@@ -35,38 +35,30 @@ MAX_SPARE_PART = 256 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """State of the driver's program for the ranks, with the user's objects as bytes."""
-
     arguments: Sequence[str] | None = field(default=None, repr=False)
     """Command line of the user's script, or None if the program is not the user's, such as pyflyte."""
     module: str | None = None
-    """The user's module that `python -m` ran."""
     package: str | None = None
     spare_parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Name -> pickled class of `__main__`, for ranks that load files with objects of the class."""
     cells: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Name -> source code without a file, such as a notebook's cells."""
     levels: Mapping[str, int] = field(default_factory=dict)
-    """Logger's name, empty for the root logger -> level."""
     handlers: Sequence[bytes] = field(default=(), repr=False)
     """Pickled stream, level and formatter of each handler of the root logger that writes to a standard stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The project's sources and the driver's program, as sent to agents."""
-
     archive: bytes
     """Tar archive of the files at the paths of their modules, or empty if the agent already has it."""
     digest: str
-    """SHA-256 of the archive."""
     script: str | None = None
-    """The user's script in the archive. None if the driver's `__main__` has no file, or is a tool such as pyflyte."""
+    """The user's script in the archive, unless `__main__` has no file, or is a tool such as pyflyte."""
     folders: Sequence[str] = ()
-    """Source folders on the driver's machine, in `sys.path` order. Empty if imports from these folders would not find
-    exactly the archive's files."""
+    """Source folders in `sys.path` order, or none if imports from them would not find exactly the archive's files."""
     originals: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict, compare=False, repr=False)
-    """Path of a module in the archive -> its path on the driver's machine, and the file's state (`state_of`)."""
+    """Module in the archive -> its path on the driver's machine, and the file's state (`state_of`)."""
     machine: str = ""
     """Boot ID of the driver's kernel."""
     program: Program = field(default_factory=Program, compare=False)
@@ -77,7 +69,7 @@ class Sources:
     folders: Sequence[str]
     script: Path | None
     originals: Mapping[str, str] = field(default_factory=dict)
-    """Path of a copied module -> its path on the driver's machine. Empty if the node uses the driver's own files."""
+    """Copied module -> its path on the driver's machine. Empty if the node uses the driver's own files."""
 
 
 # ---- Packing, in the driver -----------------------------------------------------------------------------------------
@@ -114,7 +106,6 @@ def pack_code(script: Script | None = None) -> Code:
 
 
 def _program(script: Script | None, *, is_users: bool) -> Program:
-    """Return the state of this process's program if that is the user's, or of the script that ranks run."""
     levels, handlers = dict(_levels()), tuple(_handlers())
     if script is not None:
         module = script.given if script.is_module else None
@@ -212,11 +203,10 @@ def _unpacked(code: Code, folder: Path) -> Path:
 # ---- Files of the project
 
 MAX_RESOURCE_BYTES = 1 << 20
-"""Bytes of one data file beside the user's code. Larger data belongs in storage."""
+"""Bytes of one data file beside the user's code."""
 MAX_BESIDE_BYTES = 4 << 20
 """Bytes of all data files from the folder of a script, or of another module outside a package."""
 MAX_FILES = 10_000
-"""Files below a script's folder that the driver looks at."""
 CODE_SUFFIXES = {".py", ".pyi", ".so"}
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
@@ -225,16 +215,13 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
 @dataclass
 class Project:
     files: dict[str, Path] = field(default_factory=dict)
-    """Name in the archive -> path."""
     roots: set[Path] = field(default_factory=set)
-    """Folders from which this process imports the project's modules."""
     script: str | None = None
     _first: Path | None = None
     """Folder of the script that ranks run, which comes first on their `sys.path`."""
 
     @classmethod
     def loaded(cls) -> Self:
-        """Return, for each imported module that is not installed, the files of its package or folder."""
         project = cls()
         companions: set[tuple[Path, str | None]] = set()
         for module in _modules_not_installed():
@@ -261,10 +248,7 @@ class Project:
         self._add(root, _files_of_script(root), is_script=True)
 
     def _add(self, root: Path, paths: Iterable[Path], *, is_script: bool = False) -> None:
-        """Add files of a folder.
-
-        A script's folder replaces files of the same name, and all its data counts for the limit.
-        """
+        """A script's folder replaces files of the same name, and all its data counts for the limit."""
         total = 0
         for path in paths:
             name, size = str(path.relative_to(root)), _size_of(path)
@@ -273,10 +257,7 @@ class Project:
                 self.files[name] = path if is_script else self.files.get(name, path)
 
     def folders(self) -> Sequence[str]:
-        """Return the source folders in `sys.path` order. Empty if a module in one hides another's.
-
-        Data files do not count, since code finds data files beside its modules.
-        """
+        """Return the source folders in `sys.path` order, or none if a module (not data) in one hides another's."""
         order = {os.path.abspath(entry): position for position, entry in reversed(list(enumerate(sys.path)))}
         roots = sorted(self.roots, key=lambda root: (root != self._first, order.get(str(root), len(order)), str(root)))
         if len(roots) > 1:
@@ -306,7 +287,6 @@ class SourceFiles:
         return bool(new)
 
     def changed(self) -> list[Path]:
-        """Return the files that have changed since the last call, or since they were first seen."""
         found = {path: state for path, known in self._states.items() if (state := state_of(path)) != known}
         self._states |= found
         return sorted(found)
@@ -349,7 +329,7 @@ def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
 
 
 def _imported_as(attributes: Mapping[str, Any]) -> object:
-    """Return a module's name, for the script the one under which other modules import it."""
+    """Return the name under which other modules import a module or the script."""
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if name in ("__main__", "__mp_main__") and isinstance(file, str):
         return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
@@ -374,7 +354,7 @@ def _files_beside(root: Path) -> list[Path]:
 
 
 def _files_of_script(root: Path) -> list[Path]:
-    """Return the visible files below a script's folder that git, if used there, does not ignore."""
+    """Leave out what git ignores."""
     if root == Path(root.anchor):  # of a container; /proc and /sys are below
         return _files_beside(root)
     found = list(itertools.islice(_known_to_git(root) or _files_below(root), MAX_FILES + 1))

@@ -1,6 +1,6 @@
 """Debuggers in ranks: the driver's settings for them, and the way from a terminal to a rank's debugger.
 
-A terminal is the driver's own, or one with the command `daskpytorch attach`. It is on the rank's machine.
+A terminal is the driver's own, or one with the command `daskpytorch attach`, on the rank's machine.
 
     terminal                                      rank, in the folder of its agent, which only this user can open
       │ ─── connection, who it is ──────────────▶ │ socket `debugger-1`
@@ -39,7 +39,6 @@ AT_TERMINAL = timedelta(hours=1)
 """Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
 debugger's prompt, and a longer timeout would hide a real hang."""
 IN_EDITOR = timedelta(days=7)
-"""Timeout of collectives if a rank waits for an editor."""
 DRIVER, USER = b"d", b"u"
 """First byte of the driver's terminal, which is detached when the rank leaves its prompt, and of other terminals."""
 LEAVE = b"\x1d"
@@ -53,11 +52,11 @@ class Debugging:
     has_terminal: bool = False
     """The driver attaches its terminal to debuggers on its machine."""
     ports: Mapping[int, int] = field(default_factory=dict)
-    """Rank -> port at which the rank waits for an editor."""
+    """Rank -> port at which it waits for an editor."""
 
     @classmethod
     def here(cls) -> Self:
-        """Return this process's settings. ValueError: `DASKPYTORCH_DEBUGPY` has a wrong format."""
+        """Raises ValueError if `DASKPYTORCH_DEBUGPY` has a wrong format."""
         return cls(has_terminal=has_terminal(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 
     def patience(self, settings: Gang) -> timedelta | None:
@@ -101,7 +100,6 @@ class RankFile:
 
 
 def find_ranks() -> list[tuple[Path, RankFile]]:
-    """Return this user's ranks on this machine, each with its agent's folder."""
     found = []
     for folder in sorted(Path(tempfile.gettempdir()).glob("daskpytorch-*")):
         with contextlib.suppress(OSError, ValueError, TypeError), _private(folder) as opened:

@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.protocol import pickler
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, exit_code_of
 
 MAX_TEXT = 32 << 10
-"""Characters of an exception's message, and of its traceback."""
 MAX_PICKLED = 1 << 20
 """Bytes of a pickled exception, of which a larger one may hold a batch, and reaches the driver as text only."""
 DEFAULT_GROUP = "the default group"
@@ -32,7 +31,6 @@ CONSEQUENCES = re.compile(
     r"|remote process|store->|tcpstore|timed out (after|waiting)",
     re.IGNORECASE,
 )
-"""Texts of errors that torch, gloo and NCCL raise in a rank whose peer has ended."""
 CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
 """Errors that the same code raises again in each attempt, such as `BdbQuit` by `q` in a debugger."""
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)
@@ -74,7 +72,7 @@ Shape = tuple[int, ...]
 class Collective:
     group: str
     number: int
-    """Number in the group, from 1, equal in ranks that run the same code."""
+    """From 1 in the group, equal in ranks that run the same code."""
     operation: str
     inputs: Sequence[Shape]
     outputs: Sequence[Shape]
@@ -89,7 +87,7 @@ class Collective:
 class Recalled:
     groups: Sequence[str]
     collectives: Sequence[Collective]
-    """The newest collectives, oldest first."""
+    """Oldest first."""
     newest_of_all: int = 0
     """Number of the newest collective of all ranks in the default group, or 0 if unknown."""
 
@@ -113,10 +111,9 @@ class Failure:
     """Every attempt would fail in the same way: the code is wrong, or the driver cannot get the return value."""
     recalled: Recalled | None = None
     gpu_fault: str = ""
-    """Line of the text that reports a failed GPU."""
     exit_code: int = 1
     is_of_memory: bool = False
-    """The exception, or one of its causes, reports too little memory on the host or GPU."""
+    """Too little memory on the host or GPU is the exception's cause."""
 
     @classmethod
     def of(
@@ -127,7 +124,6 @@ class Failure:
         *,
         is_final: bool = False,
     ) -> Failure:
-        """Record an exception, in the rank that raised it."""
         name = type(error).__name__
         text = _shortened(_text_of(error))
         trace = error.__traceback__.tb_next if error.__traceback__ else None
@@ -173,8 +169,6 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """End of a rank, or loss of its worker."""
-
     rank: int
     worker: str
     host: str
@@ -185,7 +179,6 @@ class RankExit:
     time: float
     """Seconds since the epoch, on the clock of the agent or driver."""
     out_of_memory: bool = False
-    """The container's out-of-memory killer was active on the rank's host."""
     stopped: bool = False
     """The gang stopped the rank, after another rank's failure."""
     hang: str | None = None
@@ -206,10 +199,7 @@ class RankExit:
 
     @property
     def gpu_fault(self) -> str:
-        """Line of the rank's exception or log that reports a failed GPU.
-
-        Torch's NCCL watchdog is often the first thread to see a failed GPU, and aborts the rank.
-        """
+        """Torch's NCCL watchdog is often the first thread to see a failed GPU, and aborts the rank."""
         if not self.gpu or self.hang is not None:
             return ""
         if self.failure is not None:
@@ -278,8 +268,7 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
 def is_of_group(error: BaseException) -> bool:
     """Return True if an exception reads like the loss of a peer, and comes from the process group.
 
-    Torch raises its own types, or a `RuntimeError` whose text names a lost connection. Any socket may raise an
-    `OSError`, so the source file that made the call decides.
+    Any socket may raise an `OSError`, so the source file that made the call decides.
     """
     if _is_of_memory(error):
         return False
@@ -363,7 +352,6 @@ def is_of_check(error: BaseException) -> bool:
 
 
 def fault_of(error: BaseException) -> str:
-    """Return the line that reports a failed GPU, from exceptions of torch, nvidia-ml-py and the check."""
     if isinstance(error, GpuFaultError):
         return str(error)
     is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")

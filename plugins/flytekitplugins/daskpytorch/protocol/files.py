@@ -21,7 +21,6 @@ NUM_REMOVERS = 8
 
 
 def unusable(setting: str, folder: str, error: OSError) -> OSError:
-    """Return an error, of the same type as `error`, for a storage address that cannot be used."""
     kind = next(kind for kind in (FileNotFoundError, PermissionError, OSError) if isinstance(error, kind))
     return kind(
         f"{setting}: {folder} cannot be used ({type(error).__name__}: {error}). Check the address, "
@@ -46,7 +45,7 @@ class Files:
                 refuse_foreign(each)
 
     def path(self, folder: str) -> str:
-        """Return a folder's absolute path or its URL, without a slash at the end."""
+        """Return an absolute path or a URL, without a slash at the end."""
         return full_path(folder) if self.is_local else folder.rstrip("/")
 
     def below(self, folder: str) -> list[str]:

@@ -29,7 +29,6 @@ SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
 """Bytes of one read, limited so that one peer does not delay the others."""
 MAX_PIECE = 1 << 20
-"""Bytes of one read of a file."""
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
@@ -40,7 +39,6 @@ MAX_HELD = 1 << 14
 """Bytes of held messages at which a connection sends them."""
 BEAT = b"\0"
 RANK = struct.Struct("!IQ")
-"""A rank, and its number of signs of life so far."""
 
 
 class Frames:
@@ -54,10 +52,7 @@ class Frames:
         return min((self._end() or SIZE.size) - len(self._buffer), READ_SIZE)
 
     def take(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes, and yield complete frames.
-
-        EOFError: no bytes. ConnectionRefusedError: a frame is not of the size `only`.
-        """
+        """Raises EOFError for no bytes, and ConnectionRefusedError for a frame that is not of the size `only`."""
         if not data:
             raise EOFError
         self._buffer += data
@@ -77,7 +72,7 @@ class Frames:
 
 
 class Connection:
-    """One end of a connection between driver and agent. Threads may send while another thread receives."""
+    """Threads may send while another thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -113,7 +108,7 @@ class Connection:
         self._send(b"")
 
     def recv(self) -> Any:
-        """Wait for the next message. EOFError: the peer has closed the connection."""
+        """Raises EOFError after the peer has closed the connection."""
         return pickle.loads(self.recv_frame())  # noqa: S301 - the peer has proved that it is of this gang
 
     def send_frame(self, frame: bytes) -> None:
@@ -141,7 +136,7 @@ class Connection:
             self._sock.sendfile(file)
 
     def read(self, size: int) -> bytes:
-        """Wait for bytes. Empty after the peer has closed the connection."""
+        """Return no bytes after the peer has closed the connection."""
         data = self._sock.recv(size)
         self.heard_at = time.monotonic()
         return data

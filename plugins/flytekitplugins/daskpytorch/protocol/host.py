@@ -22,9 +22,8 @@ OTHER_PROTOCOLS = {"s3": "s3a", "gs": "gcs", "abfs": "az", "abfss": "az"}
 class StoragePaths:
     files: "Files"
     previous: str | None
-    """Folder with the checkpoints of the task's previous attempt or call, if any."""
+    """Checkpoints of the task's previous attempt or call."""
     own: str
-    """Folder for this attempt's checkpoints."""
     is_claimed: bool = False
     """Two gangs at the same time may get the same folder, which a gang therefore has to claim."""
     prepare: Callable[[], object] = lambda: None
@@ -39,7 +38,7 @@ class StoragePaths:
 
 
 class Execution:
-    """What this process is part of on a host, such as Flyte. The base class stands for no host."""
+    """The base class stands for no host."""
 
     name: str | None = None
     """Name on the host, `local` in local runs, or None without a host."""
@@ -50,7 +49,6 @@ class Execution:
         return None
 
     def filesystem(self, uri: str) -> Any:
-        """Return the fsspec file system of a folder or URL, with the host's credentials and settings."""
         return open_filesystem(uri)
 
     def new_folder(self) -> str | None:
@@ -167,8 +165,6 @@ _has_last = False
 
 
 class Preemptible(Protocol):
-    """A gang whose driver is in this process, and which ends early if the task is preempted."""
-
     def preempt(self, reason: str) -> None:
         """Make the gang save a checkpoint and end. Called in a signal handler."""
 
@@ -177,7 +173,7 @@ running: weakref.WeakSet[Preemptible] = weakref.WeakSet()
 
 
 def preempt_all(reason: str) -> bool:
-    """Preempt all gangs of this process. Return False if there are none."""
+    """Return False if this process has no gangs."""
     present = list(running)
     for preemptible in present:
         preemptible.preempt(reason)
@@ -210,7 +206,7 @@ class AgentLauncher(Protocol):
     """
 
     workers: Sequence[str]
-    """Workers of the first attempt (names for users), in rank order."""
+    """Names for users, in rank order."""
     num_wanted: int
     host: str
     """IP address at which the workers can reach the driver."""

@@ -30,8 +30,6 @@ Key = str | tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """An attempt's settings for all ranks, with the user's objects as bytes."""
-
     gang: str
     attempt: int
     call: bytes | None
@@ -42,14 +40,13 @@ class Job:
     store: tuple[str, int] | None = None
     """Host and port of the rendezvous store in rank 0, or None for a single rank without a store."""
     settings: Gang = field(default_factory=Gang)
-    """Without observers and the function of `gpu_check`, and with the backend that the user asked for."""
+    """Without observers and the function of `gpu_check`. The backend may be "auto", unlike `Job.backend`."""
     gpu_check: bytes | None = None
     checkpoint: CheckpointFile | None = None
     """None for a fresh start or a sharded checkpoint."""
     sharding: Sharding = field(default_factory=lambda: Sharding(base="", nonce=""))
     kept: Sequence[SavedCheckpoint] = ()
     storage: str | None = None
-    """Folder to which the driver uploads checkpoints."""
     debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
     """Pickled `RankHost`, which converts a Flyte task's inputs and outputs, or None for gangs of `dispatch`."""
@@ -58,13 +55,11 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of the Flyte task and the gang's settings. May hold secrets."""
     observers: Sequence[bytes] = field(default=(), repr=False)
-    """Pickled factories of rank 0's observers."""
     patience: float = 0.0
     """Seconds for which a request for the best checkpoint waits for evaluations."""
 
     @property
     def pulse(self) -> float | None:
-        """Seconds between two reports of a rank's signs of life."""
         timeout = self.settings.hang_timeout
         if timeout is None:
             return None
@@ -73,8 +68,6 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerData:
-    """How a rank, and the processes that it starts, reach the node's Dask worker."""
-
     address: str
     """Abstract Unix socket at which the worker answers ranks."""
     token: bytes = field(repr=False)

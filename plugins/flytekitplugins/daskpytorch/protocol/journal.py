@@ -33,7 +33,6 @@ OUTCOMES: Mapping[type[BaseException], str] = {
     CancelledError: "cancelled",
     StoppedEarlyError: "stopped early",
 }
-"""Outcomes by the error that ended a gang or a call, which otherwise has failed."""
 ODD_NUMBERS = ("nan", "inf", "-inf")
 
 
@@ -113,9 +112,7 @@ class End:
     word: str = "done"
     """`done`, `stopped early`, `interrupted` (Ctrl-C, a preemption), `cancelled` or `failed`."""
     text: str = ""
-    """Message of the error, or of its cause if there is one."""
     error: str = ""
-    """Class of the error."""
 
     @classmethod
     def of(cls, error: BaseException | None) -> End:
@@ -237,8 +234,6 @@ class Restarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Noted(Event):
-    """A line that a user should read."""
-
     text: str
     gang: str = ""
     """Function with whose name the line begins, or empty if the text is the whole line."""
@@ -252,7 +247,7 @@ class Noted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Event):
-    """The last event: all ranks are gone."""
+    """The last event."""
 
     end: End = field(default_factory=End)
     error: Any = field(default=None, repr=False)
@@ -292,7 +287,7 @@ def plain(value: Any) -> Any:
 
 
 def event_of(fields: Mapping[str, Any]) -> Event:
-    """Return an event, or raise ValueError for what is no event of this version."""
+    """Raises ValueError for what is no event of this version."""
     try:
         moment = datetime.fromisoformat(fields["time"])
         event: Event = _decoder(fields["event"])({**fields, "time": moment.timestamp()})

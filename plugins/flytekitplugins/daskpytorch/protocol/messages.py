@@ -52,7 +52,7 @@ class Forget:
 
 @dataclass(frozen=True)
 class Finish:
-    """The gang closes, so that the rank runs no more calls."""
+    """The gang closes."""
 
 
 CallOrder = NextCall | Forget | Finish
@@ -111,13 +111,10 @@ class Answer:
     number: int
     value: Any
     failure: str | None = None
-    """Reason why the value has not arrived on the rank's node."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Answer to `Question.STACKS`."""
-
     num_collectives: int
     stacks: str
     num_moves: int
@@ -138,8 +135,6 @@ class Ready:
 
 @dataclass(frozen=True)
 class Spent:
-    """The time of a rank's main thread since it joined the process group."""
-
     seconds: Mapping[str, float]
     """Keys are names of `Goodput`'s fields."""
     step: int | None = None
@@ -149,8 +144,6 @@ class Spent:
 
 @dataclass(frozen=True)
 class Noted:
-    """The driver shows the note to the user."""
-
     text: str
     hint: str = ""
     """Kind of a likely mistake in the function, of which the driver shows one note."""
@@ -192,17 +185,7 @@ ShortReport = (
     | CallEnded
     | Failure
 )
-"""All reports but pieces of results. Some are records that other modules define:
-
-- `LogRecord`: a call of `log`
-- `CheckpointFile`: a whole checkpoint that the rank has written, and that its agent can send
-- `WrittenShards`: the rank's shards of a sharded checkpoint, written or failed
-- `RankUsage`: the rank's use of its machine, and its work so far
-- `Ask`, `Answer`: a question to the driver, and the answer to the driver's
-- `Recalled`: the rank's last collectives, before an abort, or before the rank leaves its peers
-- `CallEnded`: the end of a staying gang's call
-- `Failure`: an exception of the function
-"""
+"""All reports but pieces of results. `Recalled` comes before an abort, or before the rank leaves its peers."""
 Report = ShortReport | Piece
 
 
@@ -288,8 +271,6 @@ class Exited:
 
 @dataclass(frozen=True)
 class Broken:
-    """The agent has failed, which ends its ranks, too."""
-
     traceback: str
 
 
@@ -309,8 +290,6 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Answer to `Dump`, for one rank."""
-
     rank: int
     text: str
     """Traceback of the rank's main thread, or why there is none."""
@@ -341,14 +320,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class Tell:
-    """The agent passes the order on to each of its ranks."""
-
     order: OrderToAll
 
 
 @dataclass(frozen=True)
 class Dump:
-    """The agent signals ranks that do not answer, and sends the stacks that they then write to files."""
+    """Ranks that do not answer write stacks to files on a signal, which the agent sends."""
 
     ranks: list[int]
 
@@ -370,7 +347,7 @@ class Bring:
 
 @dataclass(frozen=True)
 class Close:
-    """The gang is over, and the agent ends."""
+    """The gang is over."""
 
 
 ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close

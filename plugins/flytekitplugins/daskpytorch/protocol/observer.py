@@ -191,7 +191,6 @@ class _Called:
         return bool(self._observers)
 
     def call(self, method: str, *args: object) -> None:
-        """Call a method of all observers, and keep the first `StoppedEarlyError` as `stopped_early`."""
         for observer in self._observers:
             try:
                 getattr(observer, method)(*args)

@@ -40,7 +40,7 @@ Bytes = bytes | memoryview
 
 
 def write_parts(file: IO[bytes], parts: Sequence[Bytes]) -> tuple[Segment, ...]:
-    """Write the parts, each at the start of a memory page. OSError: for example, the disk is full."""
+    """Each part begins at the start of a memory page. OSError: for example, the disk is full."""
     segments: list[Segment] = []
     for part in parts:
         start = -(-file.tell() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -52,7 +52,7 @@ def write_parts(file: IO[bytes], parts: Sequence[Bytes]) -> tuple[Segment, ...]:
 
 
 def mapped(file: IO[bytes], segments: Sequence[Segment]) -> list[memoryview]:
-    """Map segments of a file into memory. Writes stay private to this process."""
+    """Writes to the mapped memory stay private to this process."""
     memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     return [memory[start : start + size] for start, size in segments]
 
@@ -77,7 +77,7 @@ class Address:
 
     @property
     def is_here(self) -> bool:
-        """Elsewhere the process ID is unused or belongs to another process."""
+        """True on the keeper's machine. Elsewhere, the process ID may belong to another process."""
         try:
             return str(self.path.readlink()).startswith(f"/memfd:{self.name} ")
         except OSError:
@@ -118,7 +118,7 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a return value or of a submitted file. A rank's pieces arrive in order, one value after the other."""
+    """A rank's pieces arrive in order, one value after the other."""
 
     path: str | None
     """Path in the results' folder (empty if only the task's folder must exist), or None for a return value."""

@@ -158,7 +158,7 @@ def _fill(cls: type, attributes: dict[str, Any]) -> None:
 
 
 def _class_of_driver(tracker_id: str, name: str) -> Any:
-    """Return the class that this process has sent, or `__main__`'s class of that name if it is gone."""
+    """If the class that this process has sent is gone, return `__main__`'s class of that name."""
     known = parts._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     return functools.reduce(getattr, name.split("."), import_module("__main__")) if known is None else known
 

@@ -136,7 +136,7 @@ class _Pickler(Pickler):
         return self._reduce_named(obj) if reduced is NotImplemented else reduced
 
     def reduce_class(self, cls: type) -> Reduced:
-        """Reduce a class. Ranks that know the class get its present attributes."""
+        """Ranks that know the class get its present attributes."""
         make, args, attributes, *rest = class_by_value(cls)
         return make, args, self._by_name(attributes), *rest
 
@@ -168,8 +168,6 @@ class _Pickler(Pickler):
 
 
 class _OfInterpreter(NamedTuple):
-    """Unpickles as the receiver's own object."""
-
     module: ModuleType
     name: str
 
@@ -193,8 +191,6 @@ def _reduce_module(value: object) -> Reduced | None:
 
 
 class _MainNamespace(dict[str, Any]):
-    """Unpickles as the namespace of the receiver's `__main__`."""
-
     def __reduce__(self) -> Any:
         return _main_namespace, ()
 
@@ -208,7 +204,6 @@ def _main_namespace() -> dict[str, Any]:
 
 
 def _name_in_main(obj: object) -> str | None:
-    """Return the name in `__main__` of a class or function, or its outermost class."""
     if not isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
         return None
     found: Any = sys.modules["__main__"]

@@ -12,21 +12,19 @@ GpuKey = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Resources of a worker's node, as the worker's agent reports them."""
-
     worker: str
     host: str
     """Workers of one host share its cores, and GPUs of equal UUID (or name)."""
     num_cores: int
     """Of the host, or of the container's limit."""
     gpus: tuple[str, ...]
-    """As in the worker's `CUDA_VISIBLE_DEVICES`, in that order."""
+    """As in the worker's `CUDA_VISIBLE_DEVICES`."""
     gpu_names: tuple[str, ...]
-    """Model names, in the order of `gpus`."""
+    """In the order of `gpus`."""
     gpu_uuids: tuple[str, ...] = ()
     """UUIDs, also of MIG instances, in the order of `gpus`: "" if unknown, and none if all are."""
     interface: str | None
-    """Network interface that reaches the driver."""
+    """Reaches the driver."""
     versions: dict[str, str]
     """Versions that must equal the driver's."""
 
@@ -63,7 +61,7 @@ class Place:
     world_size: int
     local_world_size: int
     group_rank: int
-    """Index of the rank's worker in the gang, from 0."""
+    """Index of the rank's worker in the gang."""
     host_rank: int
     """Number on the host, from 0, across all workers there."""
     gpu: str | None
@@ -169,7 +167,6 @@ def _most_shared(nodes: Sequence[Node], ranks_per_worker: int) -> int:
 
 
 def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Counter[tuple[str, str]]]:
-    """Return the GPUs of each node's ranks, and the number of ranks on each GPU."""
     num_ranks: Counter[tuple[str, str]] = Counter()
     own = []
     for node in nodes:

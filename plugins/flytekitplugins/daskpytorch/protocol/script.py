@@ -26,7 +26,6 @@ class Script:
     """
 
     given: str
-    """Path of the script as given, or the module's name."""
     is_module: bool = False
     args: tuple[str, ...] = ()
     file: str | None = None
@@ -34,7 +33,6 @@ class Script:
     folder: str | None = None
     """Folder from which the program imports its own modules, None as for `file`."""
     directory: str = field(default_factory=os.getcwd)
-    """The driver's working folder, in which ranks on its machine run the program."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__qualname__", self.given if self.is_module else Path(self.given).stem)
@@ -122,10 +120,10 @@ def _check(file: Path) -> None:
 @dataclass
 class _Place:
     is_rank: bool = False
-    """This process is a rank, and not also the driver, as in debug mode."""
+    """False in a process that is also the driver, as in debug mode."""
     script: Path | None = None
     originals: Mapping[str, str] = field(default_factory=dict)
-    """Path of a copied source -> its path on the driver's machine."""
+    """Copied source -> its path on the driver's machine."""
     folder: str | None = None
     """`sys.path[0]` of the newest program that this process has run."""
     modules: set[str] = field(default_factory=set)
@@ -212,7 +210,6 @@ def run_module(name: str, *args: object) -> None:
 
 
 def finished() -> contextlib.AbstractContextManager[None]:
-    """Return a context at whose end the process does what Python does at a program's end."""
     return program_end.finished("the program", program_end.MAX_WAIT if _place.is_rank else None)
 
 
@@ -259,7 +256,6 @@ def _run(load: Callable[[], tuple[CodeType, ModuleType]], argv: Sequence[object]
 
 
 def _forget() -> None:
-    """Let the next program import its modules anew, from its own folder."""
     for name in _place.modules:
         sys.modules.pop(name, None)
     if _place.is_rank and _place.folder in sys.path:

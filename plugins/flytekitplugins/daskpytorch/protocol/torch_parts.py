@@ -124,7 +124,7 @@ def loader_iterator() -> Any:
 
 
 def sharded_classes() -> tuple[type, ...]:
-    """Return torch's classes of sharded objects, as far as this process has imported their modules."""
+    """Leave out classes whose modules this process has not imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in SHARDED)
     return tuple(kind for kind in found if kind is not None)
 
