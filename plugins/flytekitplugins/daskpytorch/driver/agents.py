@@ -25,7 +25,7 @@ RECRUIT_INTERVAL = 0.2
 SCHEDULER_TIMEOUT = 5.0
 """Seconds without an answer after which a disconnected Dask scheduler counts as lost: a client reconnects sooner."""
 BUSY_SCHEDULER_TIMEOUT = 30.0
-"""Seconds without an answer after which a connected, perhaps busy Dask scheduler counts as lost. Dask's own timeout."""
+"""As `SCHEDULER_TIMEOUT`, for a connected scheduler, which may be busy. Dask's own timeout."""
 
 
 GROWTH_SETTLE_TIME = 1.0
@@ -109,12 +109,11 @@ class Agents:
         self.post(functools.partial(self.refuse, worker, error, launch))
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that can carry ranks, in rank order."""
         fit = [peer.node for worker, peer in self.peers.items() if worker not in self.leaving]
         return sorted(fit, key=lambda node: worker_order(node.worker))
 
     def best_nodes(self) -> list[Node]:
-        """Return the nodes for the next attempt, without failed GPUs if the other GPUs suffice.
+        """Return the next attempt's nodes, without failed GPUs if the others suffice.
 
         Nodes whose ranks need a failed GPU are chosen only if fewer than `num_least` others are connected.
         """
@@ -124,7 +123,6 @@ class Agents:
         return leave_out([node for node in nodes if node.worker in chosen], sorted(self.faulty_gpus), self.num_ranks)
 
     def sound_workers(self) -> set[str]:
-        """Return the workers that can carry ranks and need no failed GPU."""
         workers = self.peers.keys() - self.leaving
         return {worker for worker in workers if not self.faulty_gpus or self._is_sound(self.peers[worker].node)}
 
@@ -176,7 +174,6 @@ class Agents:
         self.refused[worker] = error
 
     def forget(self, connection: Connection) -> Peer | None:
-        """Record that a connection has ended, and return its current agent, if any."""
         peer = self._by_connection.pop(connection, None)
         if peer is not None:
             del self.peers[peer.node.worker]
@@ -214,7 +211,7 @@ class Agents:
             self._give_up(self.expected - present)
 
     def can_grow(self, carriers: Collection[str]) -> bool:
-        """Return True if a restart would add workers to these `carriers` of ranks, and more are unlikely to follow."""
+        """Return True if a restart would add workers to these `carriers`, and more are unlikely to follow."""
         spare = [self.peers[worker] for worker in self.sound_workers() - set(carriers)]
         if not spare or not self.leaving.isdisjoint(carriers):
             return False

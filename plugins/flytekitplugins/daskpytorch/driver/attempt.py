@@ -17,7 +17,6 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Exited, Q
 from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
 
 NONE = pickle.dumps(None)
-"""Return value of a program's rank that has reported none."""
 
 
 class Answers(dict[int, Any]):
@@ -37,7 +36,6 @@ class Attempt:
     is_program: bool = False
     """The ranks run a script or module: the exit code of a rank's process is its result."""
     ready: set[int] = field(default_factory=set)
-    """Ranks that have joined the process group."""
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     survived: dict[int, Failure] = field(default_factory=dict)
@@ -113,7 +111,6 @@ class Attempt:
 
     @property
     def has_own_failure(self) -> bool:
-        """True if the root failure is neither a lost peer nor lost infrastructure."""
         return self.has_independent_failure and not self.root_failure().is_infrastructure
 
     @property
@@ -163,7 +160,6 @@ class Attempt:
                 self._note(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
 
     def unaccounted(self) -> set[str]:
-        """Return the workers with ranks that have yet to end."""
         return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
 
     def have_answered(self, answers: Mapping[int, Any]) -> bool:

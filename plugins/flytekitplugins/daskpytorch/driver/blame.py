@@ -176,11 +176,9 @@ class AttemptFailure:
     is_exception: bool = False
     """True for an exception of the function, unless it reads like the loss of a peer."""
     is_final: bool = False
-    """True if the failure would recur in each attempt."""
     is_late: bool = False
     """True if all ranks had come to the end of their program before."""
     is_quit: bool = False
-    """True if the user quit the rank's debugger."""
     gets_further: bool = False
     """True if the next attempt may go differently: a checkpoint was saved or is in transit, or ranks were asked to
     stop."""
@@ -227,7 +225,6 @@ class FailurePolicy:
     failures: list[AttemptFailure] = field(default_factory=list)
 
     def refusal(self, failure: AttemptFailure) -> str | None:
-        """Return why the gang ends after this failure."""
         alike = [earlier for earlier in self.failures if earlier.is_infrastructure == failure.is_infrastructure]
         if self.limit == 0:
             return self.without

@@ -47,10 +47,9 @@ def verdict(
     is_settled: bool,
     is_late: bool,
 ) -> Literal["start", "wait", "refuse"]:
-    """Return whether an attempt starts, waits for more workers, or is refused.
+    """`num_sound` workers need no failed GPU.
 
-    `num_sound` workers need no failed GPU, and `num_expected` have yet to connect. `is_hopeless`: too few workers can
-    come. `is_settled`: the pause after the last loss is over.
+    `is_hopeless`: too few workers can come. `is_settled`: the pause after the last loss is over.
     """
     has_sound_coming = num_expected > 0 or not is_settled
     awaits_gpus = num_sound < num_wanted <= num_here and has_sound_coming
@@ -67,7 +66,7 @@ Phase = Callable[[], Any]
 
 
 class Brain:
-    """Decides for one gang until its end. Call `decide` after each event, at the latest after `patience` seconds."""
+    """Call `decide` after each event, at the latest after `patience` seconds."""
 
     _attempt: Attempt
 
@@ -82,7 +81,6 @@ class Brain:
         self._now = state.now
         self._policy = FailurePolicy(self._settings.max_restarts, STATE_IS_GONE if state.request.stays else NO_RESTARTS)
         self._late: set[int] = set()
-        """Ranks that did not join the process group in time."""
         self._deadline = 0.0
         self._settled_at = 0.0
         self._ended_at = 0.0
@@ -250,7 +248,7 @@ class Brain:
         return self._end_ranks
 
     def _end_ranks(self) -> Phase | None:
-        """Wait until all ranks have ended. Late failures still count in the search for the root failure."""
+        """Late failures still count in the search for the root failure."""
         attempt = self._attempt
         if not attempt.is_over and self._now() < self._deadline:
             return self._wait(self._deadline)

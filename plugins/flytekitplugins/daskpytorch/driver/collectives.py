@@ -16,7 +16,6 @@ UNEVEN = ("scatter", "all_to_all", "alltoall")
 MAX_USERS_FRAMES = 3
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 WAITING_FILES = re.compile(r"torch/(distributed/|autograd/|nn/parallel/distributed\.py)")
-"""Source files in which a rank waits for other ranks."""
 MAX_NAMED = 8
 MAX_SHAPES = 4
 PYTHON_NAMES = {
@@ -183,7 +182,6 @@ def in_words(collective: Collective) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """For example `ranks 0, 2`."""
     numbers = [str(rank) for rank in sorted(ranks)]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"

@@ -39,7 +39,6 @@ LANE = "shards"
 class Committed:
     attempt: int
     number: int
-    """Number of the attempt's `save_sharded` call, from 0."""
     step: int
     error: Exception | None
     """Error for which the driver has given up the checkpoint."""
@@ -101,7 +100,6 @@ class Committer:
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start)
 
     def commit(self, written: WrittenShards) -> None:
-        """Queue the commit of a checkpoint whose shards all ranks have written."""
 
         def gives_up(error: Exception, num_failures: int, _: float) -> bool:
             if num_failures == 1:
@@ -129,7 +127,7 @@ class Committer:
         self._submit_removal(self.base, is_over)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all commits and removals have ended. Return False after `timeout` seconds."""
+        """Wait for commits and removals. Return False after `timeout` seconds."""
         if self.vault.worker.has_begun(LANE):
 
             def gives_up(_: Exception, num_failures: int, __: float) -> bool:

@@ -22,8 +22,6 @@ TURN = 1.0
 
 
 class GangFuture(Future[Any]):
-    """Future of one rank's return value, settled when its gang ends."""
-
     def __init__(
         self,
         received: ReceivedResults,
@@ -37,7 +35,7 @@ class GangFuture(Future[Any]):
         self._end = end
         """Ends the gang at Ctrl-C while a thread waits for this future. None: Ctrl-C is raised at once."""
         self.is_missing = False
-        """True if the gang succeeded with fewer ranks, as `min_workers` allows, and without this rank."""
+        """The gang succeeded without this rank, as `min_workers` allows."""
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the rank's return value, or raise its error, or `TimeoutError` after `timeout` seconds."""
@@ -63,7 +61,7 @@ class GangFuture(Future[Any]):
         """Wait in turns, so that Python runs signal handlers in time.
 
         Another thread, or a suspended process, may receive the signal, and Python runs the handler only after the main
-        thread wakes. Without turns, a task would miss a SIGTERM.
+        thread wakes: a task would miss a SIGTERM.
         """
         __tracebackhide__ = True
         deadline = math.inf if timeout is None else time.monotonic() + timeout

@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.protocol.payload import Piece
 
 Transfer = Upload | Download
 FileServer = Callable[[Connection, Transfer], None]
-"""Sends or receives a checkpoint over a connection, or sends a call's large arguments."""
 MAX_WAITING = 3000
 """Calls in the gang's queue at which the listener stops reading from agents.
 
@@ -32,7 +31,6 @@ MAX_REPORTS = 16
 """A rank's reports per queued call, as a message may hold 1000 log records, which take ten times its memory
 unpickled."""
 WAIT_INTERVAL = 0.005
-"""Seconds between two checks whether the gang's full queue has room again."""
 BEAT_INTERVAL = 0.05
 """Seconds of heartbeats combined into one call, because each call wakes the gang's thread."""
 MAX_UNAUTHENTICATED = 256
@@ -71,14 +69,12 @@ class Listener:
         self._serve_file = serve_file
         self._room = asyncio.Semaphore(MAX_UNAUTHENTICATED)
         self._callers: set[asyncio.Task[None]] = set()
-        """Callers whose first message has yet to come."""
         self._agents: set[Connection] = set()
         self._beats: dict[Connection, bytes] = {}
         """Each agent's newest heartbeat that is not yet in the gang's queue."""
         self._is_closing = False
         self._is_closed = asyncio.Event()
         self._has_changed = asyncio.Event()
-        """Set when an agent's connection has ended."""
         self._is_over = False
         self._known: list[Connection] = []
         """Connections of all current and past agents. The gang's thread closes ended ones."""

@@ -27,7 +27,7 @@ FORMAT = 2
 """Format 1 was never released, and named no format."""
 MAX_READ_ATTEMPTS = 5
 Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
-"""Whole and sharded checkpoints in a manifest, each the newest first."""
+"""The newest first in each list."""
 
 
 E = TypeVar("E", CheckpointFile, ShardedCheckpoint, SavedCheckpoint)
@@ -84,7 +84,6 @@ def evaluated(entry: K, identity: str, metrics: Mapping[str, float]) -> K:
 
 
 def hint_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
-    """Return a hint for the user if checkpoints have metrics, but all lack the one of `keep`."""
     names = {name for one in kept for name in one.metrics}
     if keep.best == 0 or not names or keep.metric in names:
         return None
@@ -158,7 +157,6 @@ class Previous:
     listed: list[CheckpointFile] = field(default_factory=list)
     """All in the manifest, the newest first."""
     damaged: set[str] = field(default_factory=set)
-    """File names of missing or damaged whole checkpoints."""
     sharded: list[ShardedCheckpoint] = field(default_factory=list)
     """The newest last."""
     is_known: bool = False

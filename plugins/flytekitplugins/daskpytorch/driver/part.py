@@ -29,8 +29,6 @@ awaited."""
 
 @dataclass(frozen=True)
 class Moves:
-    """A rank's signs of life so far, from its agent's heartbeat."""
-
     num_moves: int
 
 
@@ -53,7 +51,7 @@ class Part:
     """Types of reports, questions and agents' messages for `take` and `hear`."""
 
     def enter(self, stage: Stage) -> None:
-        """Called when the gang enters a stage."""
+        """Called at a new stage of the gang."""
 
     def equip(self, job: Job) -> Job:
         """Return the job of the next attempt's ranks, with this part's additions."""

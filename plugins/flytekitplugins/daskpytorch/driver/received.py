@@ -33,21 +33,16 @@ class ReceivedResults:
         self._buffer = ResultBuffer()
         self._unfinished: dict[int, list[Stored]] = {}
         self._returned: dict[int, tuple[list[Stored], Sequence[Segment]]] = {}
-        """Pieces of each rank's return value, and the places of its parts."""
         self._lock = threading.Lock()
         """One thread writes files at a time."""
         self._waiting: deque[tuple[int, str, list[Stored]]] = deque()
-        """Rank, path and pieces of each submitted file that waits to be written."""
         self.notify: Callable[[], object] = lambda: None
         """Called in the gang's thread after each complete result."""
         self.folder_is_wanted = False
         """True if a rank has requested the folder of the task's results, by a file without a path."""
 
     def keep(self, rank: int, piece: Piece) -> ReceivedPiece:
-        """Put a piece into the buffer, and return the part for `add`.
-
-        In the listener's thread: a slow disk makes ranks wait.
-        """
+        """Buffer a piece, and return the part for `add`. In the listener's thread: a slow disk makes ranks wait."""
         if piece.file is not None:
             with Path(piece.file).open("rb") as file:
                 Path(piece.file).unlink()
@@ -55,10 +50,7 @@ class ReceivedResults:
         return ReceivedPiece(rank, replace(piece, data=b""), self._buffer.put(piece.data))
 
     def add(self, part: ReceivedPiece) -> None:
-        """Append a part to its rank's result.
-
-        In the gang's thread, which drops parts of ranks that have left the attempt.
-        """
+        """In the gang's thread, which drops parts of ranks that have left the attempt."""
         if part.piece.is_first:  # drops an incomplete result: the rank's process ended
             self._buffer.drop(self._unfinished.pop(part.rank, ()))
         parts = self._unfinished.setdefault(part.rank, [])
@@ -133,7 +125,6 @@ class ReceivedResults:
 
 
 def _kept_for_user(parts: Sequence[Any]) -> str:
-    """Write a value that cannot be unpickled to a file, and return the end of a sentence about the file."""
     try:
         with tempfile.NamedTemporaryFile(prefix="daskpytorch-returned-", suffix=".pickle", delete=False) as file:
             pickle.dump([*map(pickle.PickleBuffer, parts)], file, protocol=5)

@@ -26,7 +26,6 @@ from flytekitplugins.daskpytorch.settings import Gang, Keep
 @dataclass(frozen=True, kw_only=True)
 class Request:
     name: str
-    """Name of the function or task."""
     call: bytes | None
     """The pickled call. Empty if `large` has the call. None: the gang stays, with `calls`."""
     large: SharedMemory | None = field(default=None, repr=False)
@@ -57,7 +56,6 @@ class Request:
     calls: Part | None = field(default=None, repr=False, compare=False)
     """Gives the ranks of a gang that stays their calls."""
     evaluation: "Request | None" = field(default=None, repr=False)
-    """Request for the gangs that evaluate this gang's checkpoints, each with another `start`."""
     start: ShardedCheckpoint | tuple[CheckpointFile, Path] | None = None
     """Checkpoint that this gang evaluates, a whole one with its file on the driver's disk. None: no evaluation."""
     keep: object = field(default=None, repr=False, compare=False)
@@ -96,7 +94,6 @@ def request_for(
 
 
 def request_for_calls(settings: Gang) -> Request:
-    """Return the request for a gang that stays, without key, storage, training and `calls`."""
     return _request(settings, current_execution(), name="gang", call=None)
 
 
@@ -169,7 +166,6 @@ def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankH
 
 
 def names_of_evaluation(function: Callable[..., Any], inputs: Collection[str], training: str) -> list[str]:
-    """Return the names of the inputs that the function of `Evaluate` gets."""
     check_function(function)
     kinds = inspect.Parameter
     named: Mapping[str, inspect.Parameter] = {}

@@ -47,7 +47,6 @@ class Deadlines:
         self.cancelled = min(1.0, grace_period / 20)
         """Time for the newest checkpoint of a cancelled gang to reach storage. Short, as a user may wait."""
         self.results = grace_period / 10
-        """Time for submitted results to reach storage."""
         self.stop = min(1.5, grace_period / 10)
         """Time for ranks to end after the stop order, before agents kill them. Exit functions of failed ranks have a
         part of it (`rank.session.EXIT_TIME`)."""
@@ -58,13 +57,10 @@ class Deadlines:
         self.upload = grace_period / 2
         """Time for unfinished checkpoint transfers to the driver when the last attempt ends."""
         self.dismiss = grace_period / 4
-        """Time for agents' cleanup after the last rank."""
 
 
 @dataclass
 class StopRequest:
-    """Request that the gang save a checkpoint, then end or go on without a worker."""
-
     reason: str
     ends_gang: bool
     deadlines: Deadlines
@@ -84,7 +80,7 @@ class StopRequest:
 
     @property
     def signal(self) -> int:
-        """The signal that has caused the request, as far as programs see it."""
+        """The request's signal, as far as programs see it."""
         return SIGINT if self.is_awaited else SIGTERM
 
     def has_been_obeyed(self, attempt: Attempt) -> bool:
@@ -112,7 +108,6 @@ class GangState:
     lost_at: float | None = None
     """Driver's time at which the attempt last lost a worker."""
     parts: Sequence[Part] = ()
-    """Set once, by `use`."""
 
     def __init__(
         self,
@@ -253,7 +248,7 @@ class GangState:
             self.give_up(peer)
 
     def give_up(self, peer: Peer) -> None:
-        """Count a silent agent as lost, though its process may only be suspended."""
+        """A silent agent counts as lost, though its process may only be suspended."""
         self._lose(peer.connection)
         self.agents.give_up_silent(peer)
 
@@ -356,7 +351,7 @@ def is_late(state: GangState, attempt: Attempt) -> bool:
 
 
 def is_complete(state: GangState, attempt: Attempt) -> bool:
-    """Return True if the ended attempt has delivered its results, and neither failed nor was stopped before."""
+    """Return True if the ended attempt has delivered, and neither failed nor was stopped before."""
     is_unfinished = attempt.has_stopped_early or attempt.is_failing or state.is_cancelled
     if state.stop_request is not None:
         is_cut = attempt.is_program and any(exit_.stopped for exit_ in attempt.exits.values())

@@ -29,7 +29,7 @@ from flytekitplugins.daskpytorch.settings import Gang
 
 
 class Keys:
-    """Keys for the gangs of a task, equal in all attempts of the task."""
+    """Keys are equal in all attempts of a task."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -142,11 +142,10 @@ keys = Keys()
 
 CLAIM = "claim.json"
 _held: set[str] = set()
-"""Identities of the claims that this process holds."""
 
 
 class Claim:
-    """A gang's claim on its checkpoint folder, which a newer gang may take over."""
+    """A newer gang may take over the claim."""
 
     def __init__(self, paths: StoragePaths, name: str) -> None:
         self.paths = replace(paths, prepare=self._prepare)
@@ -165,7 +164,6 @@ class Claim:
         self.on_loss: Callable[[], object] = lambda: None
         """Called in the thread that writes to storage, after a newer gang has taken over the folder."""
         self.loss: GangStartError | None = None
-        """Error that the gang raises after a newer gang has taken over the folder."""
 
     def take(self) -> None:
         """Raises `GangStartError` if another live gang of this machine uses the folder."""
@@ -265,10 +263,7 @@ def _told(holder: Mapping[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """Identify this machine's boot and this process's PID namespace, in which a PID means one process.
-
-    Empty if unknown.
-    """
+    """Identify this machine's boot and this process's PID namespace. Empty if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -276,7 +271,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return a process's start in clock ticks since the boot, which tells it from later processes of the same PID."""
+    """Clock ticks since the boot, which tell a process from later ones of the same PID."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

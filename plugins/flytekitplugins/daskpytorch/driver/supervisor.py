@@ -208,7 +208,7 @@ class Supervisor:
             self._observers.tell(journal.Ended.by(error))
 
     def _give_up(self, committer: Committer) -> None:
-        """Stop writing to storage, which a newer gang has taken over, and end this gang."""
+        """Called once a newer gang has taken over the storage."""
         committer.close()
         self.cancel()
 
@@ -216,7 +216,7 @@ class Supervisor:
         self._calls.put(lambda: self._gang.checkpoints.note_commit(commit))
 
     def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> Assembled:
-        """Open the driver's port, and return the gang. The stack dismisses agents and closes the port."""
+        """The stack dismisses agents and closes the port."""
         request, launcher = self._request, self._launcher
         allow_connections(launcher.num_wanted)
         token = os.urandom(32)

@@ -1,13 +1,13 @@
 """A gang's checkpoints: whole ones on the driver's disk and in storage, and the manifest of both kinds.
 
 Runs in the driver, whose disk keeps whole checkpoints where lost workers cannot harm them. Storage keeps copies for the
-task's next attempt or the next call. A checkpoint in storage counts once the manifest, one small object, names it. The
-driver writes new files first, then the manifest, and removes old files last. Whole checkpoints are files beside the
+task's next attempt or the next call. A checkpoint in storage counts once the manifest, one small object, names it: new
+files are written first, then the manifest, and old files are removed last. Whole checkpoints are files beside the
 manifest, or in their entry's `folder`. Sharded checkpoints are folders.
 
 A new attempt first writes a manifest that names the previous attempt's checkpoints in their old folders: so they
-survive attempts that die before their first checkpoint. Then the driver copies the newest whole checkpoint and the best
-to the new folder. Sharded checkpoints stay.
+survive attempts that die before their first checkpoint. Then the newest and the best whole ones are copied to the new
+folder.
 """
 
 import contextlib
@@ -61,13 +61,12 @@ class Vault:
         self._written = manifest.content_of([], [])
         """Content of the manifest whose write to storage succeeded last."""
         self._stored: frozenset[str] = frozenset()
-        """File names of the whole checkpoints in that manifest."""
         self._leftovers: set[str] = set()
         """Files to remove from this attempt's folder: damaged ones, and those no longer in the manifest."""
         self.is_known = False
-        """True once the previous attempt's manifest has been read, so that the older checkpoints to keep are known."""
+        """The previous attempt's manifest has been read: the older checkpoints to keep are known."""
         self.is_in_doubt = False
-        """True from the start of a manifest's write until its success: storage may hold the old one or the new one."""
+        """A manifest's write has begun and not succeeded: storage may hold the old one or the new one."""
         self._has_complained = False
 
     # ---- the previous attempt
@@ -108,7 +107,7 @@ class Vault:
     # ---- on the driver's disk
 
     def fence(self, attempt: int) -> None:
-        """From now on, refuse whole checkpoints of attempts before this one."""
+        """Refuse whole checkpoints of attempts before this one."""
         with self._lock:
             self._attempt = attempt
 
@@ -125,8 +124,8 @@ class Vault:
     def add(self, file: CheckpointFile) -> None:
         """Keep a whole checkpoint that is on the driver's disk, and queue a copy to storage.
 
-        Raises `OSError` if the file is missing, `ValueError` if it was cut short or is an earlier attempt's, and then
-        removes it.
+        Raises `OSError` if the file is missing, `ValueError` if it was cut short or is an earlier attempt's. Such a
+        file is then removed, unless a kept checkpoint has its name.
         """
         path = self._disk / file.name
         with self._lock:
@@ -163,7 +162,6 @@ class Vault:
         return self._disk / file.name
 
     def _tidy(self) -> None:
-        """Apply the retention policy to the driver's disk, and queue the next write, which applies it to storage."""
         stay = self._retained(self.entries())
         for whole in self._here():
             if whole.file not in stay:
@@ -325,7 +323,6 @@ class Vault:
 
     @contextlib.contextmanager
     def removing(self, folder: str) -> Iterator[None]:
-        """Suppress errors of removing files from a folder in storage, and log the first one."""
         try:
             yield
         except Exception as error:  # storage clients raise errors of any class

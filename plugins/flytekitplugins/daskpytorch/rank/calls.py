@@ -68,7 +68,7 @@ class Server:
         self._present: dict[str, Any] = {}
         """Content of `__main__` before the first call, which calls may not replace."""
         self._bound: set[str] = set()
-        """Names of `__main__` that calls have bound to values that this rank keeps."""
+        """Names of `__main__` that calls have bound to kept values."""
 
     def put(self, order: CallOrder) -> None:
         self._orders.put(order)
@@ -160,7 +160,6 @@ def _wait_for_gpu() -> None:
 
 
 def remember(source: str) -> None:
-    """Have tracebacks show the lines of the newest cell."""
     linecache.cache[CELL] = (len(source), None, source.splitlines(keepends=True), CELL)
 
 
@@ -205,7 +204,6 @@ class Interrupter:
         self._at: int | None = None
         """Collective after which the rank leaves the call. None before the driver's answer."""
         self._counted: int | None = None
-        """Operations of the default group at the newest look into the flight recorder."""
         self._has_halted, self._has_answer = threading.Event(), threading.Event()
 
     def halt(self, number: int) -> int:
@@ -284,7 +282,6 @@ class Interrupter:
         sys.settrace(self._trace)
 
     def _trace(self, *_: object) -> Any:
-        """Raise `KeyboardInterrupt` at the first line after the collective that the driver has named."""
         if self._running is not None and self._is_there() and not self._link.is_sending:
             sys.settrace(None)
             raise KeyboardInterrupt

@@ -151,7 +151,7 @@ class RankCheckpoint(Checkpoint):
 
 
 def write_checkpoint(folder: Path, attempt: int, state: Any, step: int, metrics: Mapping[str, float]) -> CheckpointFile:
-    """Write a whole checkpoint, under its final name once the file is complete."""
+    """The file gets its final name once it is complete."""
     import torch
 
     unfinished = folder / f"unfinished-{attempt}-{step}"
@@ -191,7 +191,7 @@ def check_best(method: str, metric: str | None, best: bool, step: int | None) ->
 
 
 class _Copier(pickle.Pickler):
-    """Copies each tensor of a state once, even if it occurs repeatedly."""
+    """Copies a tensor once, even if it occurs repeatedly."""
 
     def __init__(self, file: IO[bytes], *, only_looks: bool = False) -> None:
         """`only_looks` copies no tensor, and only raises an error for a sharded one."""
@@ -205,7 +205,6 @@ class _Copier(pickle.Pickler):
         self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number that replaces a tensor in the pickle, or raise `_RefusedError`."""
         if not isinstance(obj, self._tensor):
             return None
         if isinstance(obj, self._sharded) or (obj.is_meta and not self._only_looks):
@@ -285,7 +284,7 @@ def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
 
 
 def _name_in(state: Any, wanted: object) -> str:
-    """Return an object's position as a Python expression, for example `state['model'].weight`."""
+    """For example `state['model'].weight`."""
     waiting, seen = deque([("state", state)]), set()
     while waiting:
         name, obj = waiting.popleft()
@@ -304,7 +303,7 @@ def _name_in(state: Any, wanted: object) -> str:
 
 
 def _place_of(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for tied tensors, which have the same memory, shape and type."""
+    """The key is equal for tied tensors, which have the same memory, shape and type."""
     try:
         where = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors, for example

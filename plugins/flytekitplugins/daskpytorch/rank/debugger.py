@@ -52,7 +52,7 @@ class Prompt:
         """The driver ends the present call of a gang that stays: prompts end within a second."""
         self._pid = os.getpid()
         self.failure: Failure | None = None
-        """Report of the exception for which the rank is held."""
+        """None: the rank is not held."""
         self._describe()
 
     def hold(self, error: BaseException, failure: Failure) -> None:
@@ -193,19 +193,17 @@ KEPT_FOR = 1.0
 LOOK_INTERVAL = 0.5
 GREET_TIME = 1.0
 MAX_STALL = 1.0
-"""Maximum seconds for which a prompt's begin and end wait until output was read."""
 END_INPUT = b"\x15\x04"
 """Ctrl-U and Ctrl-D, which end a prompt's input."""
 
 
 class PseudoTerminal:
-    """Terminal without a screen, which the process of the attached terminal serves."""
+    """Served by the process of the attached terminal."""
 
     is_given_up = False
     """The prompt was ended: no terminal was attached in time, or the driver ends the call."""
 
     def __init__(self, folder: Path, rank: int, timeout: float, is_call_ending: Callable[[], bool]) -> None:
-        """After `timeout` seconds at a prompt without an attached terminal, the prompt is ended."""
         self._rank = rank
         self._timeout = timeout
         self._is_call_ending = is_call_ending
@@ -227,7 +225,6 @@ class PseudoTerminal:
 
     @contextlib.contextmanager
     def prompt(self) -> Iterator[None]:
-        """Use this terminal as standard input, output and error in the block."""
         _flush_output()
         _wait_until_read(1)  # the agent shows the rank's earlier output before the prompt
         kept = [os.dup(number) for number in range(3)]
@@ -311,7 +308,7 @@ def _flush_output() -> None:
 
 
 def _wait_until_read(descriptor: int) -> None:
-    """Wait until the pipe's or terminal's reader has taken all, for at most `MAX_STALL` seconds."""
+    """Wait for at most `MAX_STALL` seconds."""
     deadline = time.monotonic() + MAX_STALL
     with contextlib.suppress(OSError):
         while any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:

@@ -32,7 +32,6 @@ LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "l
 
 
 def guide() -> None:
-    """Set unset environment variables of Lightning and Accelerate, and patch both and Transformers at their import."""
     os.environ.setdefault("PL_TRAINER_NUM_NODES", str(_num_nodes()))
     os.environ.setdefault("LT_NUM_NODES", str(_num_nodes()))
     if not os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -55,7 +54,6 @@ def after_import(module: str, part: str, change: Callable[[Any], object]) -> Non
 
 
 def require(library: str, minimum: str) -> None:
-    """Raise `ImportError` if an imported library is older than `minimum`."""
     from packaging.version import Version
 
     found = sys.modules[library].__version__
@@ -71,7 +69,7 @@ def _world_size() -> int:
 
 
 def _num_devices() -> int:
-    """Return the devices per node as Lightning counts: 1 if the rank sees one GPU, else the node's ranks."""
+    """As Lightning counts: 1 if the rank sees one GPU, else the node's ranks."""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     return 1 if len(visible) == 1 else int(os.environ["LOCAL_WORLD_SIZE"])
 
@@ -176,7 +174,7 @@ _iterating = threading.local()
 
 
 def shield() -> None:
-    """Patch `DataLoader`, so that all its workers ignore SIGTERM, with any start method."""
+    """Make the workers of all DataLoaders ignore SIGTERM, with any start method."""
     from torch.utils.data import DataLoader
 
     iterate, start = DataLoader.__iter__, BaseProcess.start

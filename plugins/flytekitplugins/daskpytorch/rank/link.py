@@ -38,7 +38,7 @@ INTERVAL_OF_OTHERS = 1.0
 """Seconds that another rank's log record waits at most, in a gang of up to 500 ranks, as no display shows it at
 once."""
 MAX_MESSAGES = 500
-"""Messages with log records per second that the driver gets from all ranks but rank 0 together."""
+"""Messages with log records per second from all ranks but rank 0 together."""
 MAX_WAITING = 1 << 10
 """Log records at which the logging thread sends all itself, and so waits for the agent."""
 
@@ -108,7 +108,6 @@ class GangLink(Link):
         self.folder: Callable[[], object] | None = None
         """Returns the Flyte task's folder for submitted files. None outside a task."""
         self.ended = threading.Event()
-        """Set when the user's function has returned in every rank."""
         self.kept: Sequence[SavedCheckpoint] = job.kept
         self._channel = channel
         self._is_main = place.rank == 0
@@ -120,19 +119,17 @@ class GangLink(Link):
         self._num_asked: Counter[Question] = Counter()
         self._hinted: set[str] = set()
         self.has_delivered = False
-        """The user's function has returned, and the rank has reported that."""
         self.has_failed = False
         """The rank has failed by itself, not by another rank's end. Then its main thread ends the process."""
         self.has_reported = False
         self.has_closed_observers = threading.Event()
-        """Set when the main thread has closed the observers at the rank's end."""
         self._gives_hints = job.settings.hints
         self.records = Records(self.send_records, interval_of(place.rank, place.world_size))
         here = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _fall_silent(here()))
 
     def fall_silent(self) -> None:
-        """Send no reports in this process, which the rank has forked."""
+        """Called in a process that the rank has forked."""
         self._lock, self._submit_lock = threading.Lock(), threading.Lock()  # the fork may have copied locked locks
         self._observers_lock = threading.RLock()
         self._channel.close()
@@ -147,7 +144,7 @@ class GangLink(Link):
             self.hint(usage.of_loss(record))
 
     def show(self, record: LogRecord) -> None:
-        """Give observers a log record, such as one of an evaluation, which the driver has already."""
+        """The driver has the record already, such as one of an evaluation."""
         with self._observers_lock:
             self.observers.call("on_log", record)
 
@@ -210,7 +207,7 @@ class GangLink(Link):
         self.send(messages.Noted(text))
 
     def hint(self, note: messages.Noted | None) -> None:
-        """Report a hint, unless this rank has reported one of the same kind."""
+        """Each kind of hint is reported once."""
         if note is not None and note.hint not in self._hinted:
             self._hinted.add(note.hint)
             self.records.add(note)
@@ -285,7 +282,7 @@ MAX_DEPTH = 2
 
 
 def unwrapped(value: Any) -> Any:
-    """Replace each `DistributedDataParallel` by its model, also in tuples, lists and dicts."""
+    """Unwrap models in tuples, lists and dicts, too."""
     from torch.nn.parallel import DistributedDataParallel
 
     sharded = sharded_classes()
@@ -305,7 +302,6 @@ def unwrapped(value: Any) -> Any:
 
 
 def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
-    """Raise `TypeError` unless a task with several outputs has returned a tuple with one part per output."""
     if len(names) < 2 or (isinstance(returned, tuple) and len(returned) == len(names)):
         return
     what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"

@@ -20,7 +20,6 @@ from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
 def watch(order: RankOrder, link: GangLink) -> None:
-    """Start a thread that reports this rank's signs of life, unless the gang has no hang timeout."""
     pulse, progress = order.job.pulse, link.progress
     if pulse is None:
         return

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 FLUSH_SHARE = 0.6
-"""Share of a stopped rank's grace period in which it may finish writing its newest checkpoint."""
+"""Share of a stopped rank's grace period for its newest checkpoint."""
 
 
 def main(channel: Connection) -> int:
@@ -167,7 +167,7 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
 
 @contextlib.contextmanager
 def _ending_forks() -> Iterator[None]:
-    """Each process that the block has forked ends with the block."""
+    """Each process that the block has forked ends with it."""
     rank = os.getpid()
     try:
         yield
@@ -319,7 +319,7 @@ def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangL
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    """Return True if storing a result failed, and may succeed later."""
+    """Storing may succeed later, unless the file to be stored is missing."""
     kinds = {kind.__name__ for kind in type(error).__mro__}  # flytekit's, which need not be imported here
     is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # the file to be stored
     return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing

@@ -72,12 +72,12 @@ class Gpu:
         self._whole = _ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
 
     def memory(self) -> tuple[int, int] | None:
-        """Return the bytes in use, and in all."""
+        """Return the bytes in use and in all."""
         memory = _ask("nvmlDeviceGetMemoryInfo", self._own)
         return None if memory is None else (memory.used, memory.total)
 
     def utilization(self) -> float | None:
-        """Return the share of time (0 to 1) with work lately."""
+        """Return the share of time with work lately, from 0 to 1."""
         rates = _ask("nvmlDeviceGetUtilizationRates", self._own)
         return None if rates is None else rates.gpu / 100
 
@@ -142,13 +142,12 @@ def _warn(text: str) -> None:
 NVML_TIMEOUT = 60.0
 """Seconds. Without persistence mode, NVML takes some for each GPU of the host."""
 KERNEL_TIMEOUT = 60.0
-"""Seconds, with those for making the CUDA context."""
 PAUSE = 1.0
 """Seconds until a second look at a fault, which may be short, such as the memory of a process that is ending."""
 MAX_SHARE_OF_OTHERS = 0.5
 """Share of a GPU's memory (0 to 1) that processes outside the gangs may hold before the rank begins."""
 RANK_NAME = re.compile(r"rank \d+/")
-"""Name that `main` gives to each rank's process."""
+"""As `main` names each rank's process."""
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
 """What NVML recommends. Any other action: a reset after all work has left the GPU."""
 NUM_NUMBERS = 1 << 18
@@ -161,7 +160,7 @@ class GpuCheck:
     """Does nothing in a rank without a GPU, or with `Gang(gpu_check="off")`."""
 
     def __init__(self, order: RankOrder) -> None:
-        """Begin to read NVML in a thread, beside the imports of the user's modules."""
+        """In a thread, beside the imports of the user's modules."""
         self._place, self._function = order.place, order.job.gpu_check
         self._is_on = order.place.gpu is not None and order.job.settings.gpu_check != "off"
         uuid = order.place.gpu_uuid
@@ -268,7 +267,7 @@ def _strangers(pids: Iterable[int]) -> list[int]:
 
 
 def fault_of_kernel(device: torch.device) -> str:
-    """Return the fault of a small kernel in words, or ""."""
+    """Return "" for a sound device, else the fault in words."""
     import numpy as np
     import torch
 
@@ -299,15 +298,12 @@ def _computed(device: torch.device) -> torch.Tensor:
 HISTORY_VARIABLE = "DASKPYTORCH_MEMORY_HISTORY"
 """1 makes torch record the line of each allocation on the GPU."""
 NUM_SHOWN = 5
-"""Groups of allocations in the error."""
 MAX_SNAPSHOT = 64 << 20
 PICKLE_PROTOCOL = 4
 """Newest protocol of pickle that pytorch.org/memory_viz reads."""
 PROCESSES_TIMEOUT = 5.0
 LIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
-"""States of blocks in torch's snapshot that no other allocation can use."""
 DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
-"""Device's index in torch's error."""
 
 
 def record(order: RankOrder) -> None:
@@ -346,7 +342,6 @@ def explain(
 
 
 def _out_of_memory(error: BaseException) -> BaseException | None:
-    """Return torch's error of a GPU without memory, perhaps a cause of `error`."""
     torch = sys.modules.get("torch")  # not imported here: a failed import of torch may be the error
     if torch is None:
         return None

@@ -100,7 +100,7 @@ def install() -> None:
 
 
 def before_destruction(finish: Callable[[], object]) -> None:
-    """Have `destroy_process_group()` first call this function, which waits for what uses the gang's groups."""
+    """`destroy_process_group()` first calls this function, which waits for what uses the gang's groups."""
     global _finish
     _finish = finish
 
@@ -256,7 +256,6 @@ def _check(member: _Membership, backend: str | None, asked: Mapping[str, Any]) -
 
 
 def _kinds(backend: str) -> set[str]:
-    """Return gloo and nccl for "cpu:gloo,cuda:nccl"."""
     return {part.rpartition(":")[2] for part in backend.lower().split(",")}
 
 
@@ -278,7 +277,7 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
 
 
 def _serve_aside(make_store: Callable[[], Store], listener: int) -> None:
-    """Serve the rendezvous store in a new process, which ends with this one, and is no child of it."""
+    """The new process ends with this one, and is no child of it."""
     rank = os.pidfd_open(os.getpid())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: there are threads. The child needs none

@@ -28,8 +28,6 @@ REFRESH = timedelta(minutes=6)
 
 
 class QuickFiles:
-    """One S3 bucket, with the methods of fsspec's file systems that shards need."""
-
     def __init__(self, files: Any, store: Any) -> None:
         self._files = files
         self._store = store
@@ -102,7 +100,7 @@ def was_used_before_fork() -> bool:
 
 
 _first_used_in: int | None = None
-"""Process in which the first store was opened, in forked processes, too."""
+"""Process in which the first store was opened. Forked processes inherit the value."""
 
 
 def _credentials(files: Any) -> Any:

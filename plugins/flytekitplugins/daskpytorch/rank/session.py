@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 ACCOUNT_TIMEOUT = 2.0
-"""Seconds for the driver's final account of time."""
 
 
 class Session:
@@ -43,7 +42,6 @@ class Session:
         self._order = order
         self._link = link
         self.environment = dict(environment)
-        """Variables that the rank starts with."""
         self._read_so_far = system.read_so_far()
         self.prompt: Prompt | None = None
         self.server: Server | None = None
@@ -81,7 +79,6 @@ class Session:
 
     @contextlib.contextmanager
     def _hinting(self) -> Iterator[None]:
-        """Report hints, if the gang wants them and the block raises no error."""
         if not self._order.job.settings.hints:
             yield
             return
@@ -186,7 +183,6 @@ def failure_of(error: BaseException, at: float, link: GangLink, *, is_final: boo
 EXIT_TIME = 1.0
 """Seconds for a failed rank's threads and exit functions after the order to quit, for which a restart waits."""
 EXIT_RESERVE = 0.45
-"""Seconds between a failed rank's end and the agent's kill."""
 EXIT_SHARE = 0.7
 """Share of the grace period after which a failed rank ends, if `EXIT_RESERVE` is more than the rest."""
 FIRST_FLUSH = 0.1

@@ -46,8 +46,6 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Range:
-    """Neighbouring items of a stored object, which are read together."""
-
     part: str
     items: list[_StorageInfo] = field(default_factory=list)
 
@@ -77,7 +75,7 @@ class ShardReader(StorageReader):
         self._metadata = Metadata({})
         self._digests: dict[str, Digests] = {}
         self.has_begun = False
-        """True once tensors of the state may have been written to."""
+        """Tensors of the state may have been written to."""
 
     def open(self) -> None:
         digests = self._whole(DIGESTS, self._checkpoint.digest)

@@ -43,7 +43,6 @@ SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
 CHUNK = 8 << 20
 """Bytes per `write` call on a file in storage, which keeps them until they are sent."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each retry."""
 META = (
     "is a tensor on the meta device, which holds no values. Give it values first: module.to_empty(device=...), then "
     "its initialisation or load_state_dict"
@@ -58,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Digests:
-    """Size of a stored object, and the XXH3 digest (128 bits) of each item, by the item's offset in bytes."""
+    """XXH3 digests (128 bits) of the items, by offset in bytes."""
 
     size: int
     items: dict[int, str]
@@ -95,7 +94,6 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """A rank's number is in the names of its objects."""
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -184,8 +182,6 @@ class ShardWriter(StorageWriter):
 
 
 class _Stream:
-    """Counts the bytes that `torch.save` writes, and computes their digest."""
-
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.position = 0
@@ -285,7 +281,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _strange(tensor: torch.Tensor) -> str | None:
-    """Return why a load could not read a tensor, with advice."""
     reasons = {
         "belongs to a lazy module and has no shape yet. Call the module once before": is_lazy(tensor),
         META: tensor.is_meta,

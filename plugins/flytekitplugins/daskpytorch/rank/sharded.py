@@ -53,7 +53,6 @@ class ShardedCheckpoints:
         self._num_saves = 0
         self._writer: ShardWriter | None = None
         self._world: ProcessGroup | None = None
-        """Default process group for whose ranks `_group` was made."""
         self._group: ProcessGroup | None = None
         """Process group of the thread that saves, over gloo. None: one process without a group."""
 
@@ -241,7 +240,6 @@ def _read(reader: ShardReader, state: dict[str, Any]) -> tuple[BaseException, st
 
 
 def _told(error: BaseException) -> str:
-    """Return an error's text, or that of the first rank in torch's error about several."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     for rank, (cause, _) in sorted(failures.items()):
         return f"{_text(cause)} (rank {rank})"

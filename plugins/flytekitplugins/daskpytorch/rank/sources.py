@@ -59,7 +59,6 @@ def _renew_packages(folder: Path) -> None:
 
 
 def explain(error: BaseException, sources: Sources) -> None:
-    """Add a note to the error of a missing file on a host with copies of the driver's sources."""
     if not sources.originals or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
         return
     folder, path = Path(sources.folders[0]), Path(os.path.abspath(error.filename))

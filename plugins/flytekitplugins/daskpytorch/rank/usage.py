@@ -39,7 +39,7 @@ INTERVAL = 2.0
 """Minimum seconds between two samples."""
 END_TIMEOUT = 10.0
 MAX_SAMPLES = 200
-"""Samples per second that the driver gets from all ranks together."""
+"""Samples per second from all ranks together."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Ledger:
         self.begin()
 
     def begin(self) -> None:
-        """Reset all counts, and count the time of the calling thread from now on."""
+        """Count the time of the calling thread from now on."""
         self._owner = threading.get_ident()
         self.num_steps = 0
         parts = ("preparing", "stepping", "data", "evaluation", "saving", "waiting", "open")
@@ -130,7 +130,6 @@ class Ledger:
 
 @contextlib.contextmanager
 def watched(ledger: Ledger) -> Iterator[None]:
-    """Record waits for batches of DataLoaders, and steps of optimizers."""
     with contextlib.ExitStack() as stack:
         with optional("Counting the waits for batches"):
             stack.enter_context(_counted_batches(ledger))
@@ -164,7 +163,6 @@ class Gauge:
         self._ledger = ledger
         self._gpu = gpu
         self._gpu_uuid = gpu_uuid
-        """Empty if unknown."""
         self._read_at, self._used = time.monotonic(), time.process_time()
 
     def read(self) -> RankUsage:
@@ -257,7 +255,6 @@ def of_loss(record: LogRecord) -> Noted | None:
 
 
 def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Noted | None:
-    """Return a hint if a rank has trained without collectives, although its gang has several ranks."""
     if not has_trained or world_size == 1 or num_collectives != 0:
         return None
     return Noted(
@@ -327,11 +324,9 @@ class Profiler:
 
     rank: int
     scratch: Path
-    """Holds the trace until it is sent to the driver."""
     submit: Callable[[str, bytes], None]
     """Sends a result file: its path in the results folder, and its content."""
     note: Callable[[str], None]
-    """Sends the driver a line for the user."""
     _profile: profile | None = field(default=None, init=False)
     """The running profiler of steps. None before `watching`, after the trace and after a failure."""
 
@@ -380,7 +375,6 @@ class Profiler:
         self.note(f"has recorded its steps {first} to {last}: {where} (open it at ui.perfetto.dev)")
 
     def _put(self, path: Path, folder: str | None) -> str:
-        """Move a trace to this folder or, if None, to the gang's results. Return the new place in words."""
         data = path.read_bytes()
         path.unlink()
         if folder is None:

@@ -52,14 +52,13 @@ class Outcome:
     errors: Mapping[int, Exception] = field(default_factory=dict)
     """Rank whose function has raised -> the error for the caller."""
     cause: int | None = None
-    """Rank whose error caused the others."""
     is_interrupted: bool = False
     """Ctrl-C or `cancel` has ended the call."""
 
 
 @dataclass(eq=False, kw_only=True)
 class StayingCall:
-    """One call of a function in all ranks. Times are seconds on the driver's clock."""
+    """Times are seconds on the driver's clock."""
 
     number: int
     """From 1."""
@@ -70,7 +69,6 @@ class StayingCall:
     """None if no module has been imported since the call before."""
     large: SharedMemory | None = None
     keeps: bool = False
-    """The ranks keep their return values."""
     settle: Callable[[Outcome], object]
     """Called once in the gang's thread, when the call has ended in all ranks."""
     ended: dict[int, CallEnded] = field(default_factory=dict)
@@ -82,7 +80,7 @@ class StayingCall:
     at: int | None = None
     """Collective after which all ranks leave the interrupted call. None: some have yet to halt."""
     told: Answers | None = None
-    """The ranks' newest collectives after an exception or an interrupt."""
+    """Newest collectives after an exception or an interrupt."""
     compare_by: float = 0.0
     """When the newest collectives are compared at the latest."""
     leave_by: float | None = None
@@ -115,7 +113,6 @@ class Calls(Part):
         self.post(partial(self._interrupt, call))
 
     def close(self) -> None:
-        """Have the ranks end after the calls so far."""
         self.post(self._close)
 
     # ---- in the gang's thread
@@ -188,7 +185,6 @@ class Calls(Part):
         self._state.observers.tell(journal.Calling(name=call.name))
 
     def _have_left(self, call: StayingCall, attempt: Attempt) -> None:
-        """Order the ranks to leave an interrupted call. Give up the gang if one does not leave in time."""
         if call.leave_by is None:
             call.leave_by = attempt.clock() + LEAVE_TIME
             call.halted = attempt.ask(Question.HALT, call.number)
@@ -269,7 +265,6 @@ def _parted(remembered: Mapping[int, Recalled | None]) -> tuple[int, str] | None
 
 
 def _break(call: StayingCall, attempt: Attempt, rank: int, text: str) -> None:
-    """Make the attempt fail, since its ranks have left a call at different collectives."""
     if not attempt.survived:
         attempt.hang = rank, f"Ctrl-C or cancel has ended the call of {call.name} between collectives: {text}"
     for failed, failure in dict(attempt.survived).items():

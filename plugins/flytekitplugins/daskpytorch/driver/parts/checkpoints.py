@@ -36,14 +36,13 @@ class Checkpoints(Part):
         self.committer = committer
         self.fetches = Fetches(self.vault.keep, self.vault.entries)
         self.commits: dict[tuple[int, int], int] = {}
-        """Steps of sharded checkpoints that are being committed, by (attempt number, save number)."""
+        """Step by (attempt number, save number)."""
 
     def equip(self, job: Job) -> Job:
         return replace(job, checkpoint=self.vault.newest(), sharding=self.committer.sharding(), kept=self.vault.saved())
 
     def begin(self, attempt: Attempt) -> None:
         self._asked: list[tuple[Peer, int, Ask]] = []
-        """Agent and rank of each unanswered question for a checkpoint."""
         self._chosen: dict[tuple[Question, int], Answer] = {}
         """Answers to rank 0, by kind and number of the question, for the other ranks, too."""
         self._awaits_evaluations = False
@@ -230,7 +229,6 @@ class Fetches:
 
     keep: Keep = field(default_factory=Keep)
     kept: Callable[[], Sequence[CheckpointFile]] = tuple
-    """Returns the whole checkpoints on the driver's disk."""
     _queue: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
     """In the order in which ranks wrote them. The first fetch runs."""
     _num_retries: int = 0

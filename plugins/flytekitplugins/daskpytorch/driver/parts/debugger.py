@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Debugged
 
 END_TIME = 1.0
-"""Seconds for the terminal to be given back at the gang's end."""
 _terminal = threading.Lock()
 """Held while a rank of any gang has this process's terminal."""
 
@@ -70,7 +69,6 @@ class Debugger(Part):
             _terminal.release()
 
     def _open(self, rank: int, prompt: Debugged) -> None:
-        """Attach the driver's terminal to a rank on this machine. Tell the user how to attach to a rank elsewhere."""
         if self._debugging.has_terminal and prompt.folder is not None and Path(prompt.folder).exists():
             threading.Thread(
                 target=self._talk, args=(rank, prompt, prompt.folder), name="daskpytorch-terminal", daemon=True

@@ -32,7 +32,6 @@ RETRY_INTERVAL = 2.0
 MAX_LACK = 60.0
 """Seconds after the training's end for which the gang waits for a worker that can evaluate."""
 CLOSE_TIMEOUT = 15.0
-"""Seconds for the end of a cancelled evaluation's ranks."""
 
 
 @dataclass
@@ -61,7 +60,6 @@ class Agenda:
             self._make_wait(entry)
 
     def note_kept(self, entry: Entry) -> None:
-        """Each n-th kept checkpoint is due."""
         if entry.identity in self.seen:
             return
         self.seen.add(entry.identity)
@@ -139,7 +137,6 @@ class Evaluator(Part):
         self._agenda = Agenda(self._settings.every if self._settings is not None else 1)
         self._code: Code | None = None
         self._records: list[LogRecord] = []
-        """Metrics that rank 0 has yet to get for its trackers."""
         self._gang: EvaluationGang | None = None
         self._thread: threading.Thread | None = None
         self._deadline = math.inf
@@ -171,7 +168,6 @@ class Evaluator(Part):
             self._hold()
 
     def blocks(self, moment: Moment) -> bool:
-        """Wait for evaluations at the end of the training, and before ranks load the best checkpoint."""
         attempt = self._state.attempt
         if attempt is None or self._settings is None or moment not in (Moment.LEAVE, Moment.CHOICE):
             return False
@@ -219,7 +215,6 @@ class Evaluator(Part):
         self._hold()
 
     def conclude(self) -> None:
-        """Tell the user how many checkpoints were evaluated."""
         agenda, settings = self._agenda, self._settings
         if settings is None:
             return
@@ -306,7 +301,6 @@ class Evaluator(Part):
         self._state.note_evaluated()
 
     def _tell_trackers(self) -> None:
-        """Send metrics to rank 0's trackers, or keep them until rank 0 is ready."""
         attempt = self._state.attempt
         if attempt is not None and 0 in attempt.ready and 0 not in attempt.exits:
             records, self._records = self._records, []

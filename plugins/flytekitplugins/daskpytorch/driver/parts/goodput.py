@@ -26,7 +26,7 @@ PARTS = tuple(each.name for each in fields(Goodput) if each.name != "total")
 
 @dataclass
 class _Training:
-    """The training phase of the current attempt, in seconds."""
+    """Seconds of the current attempt's training phase."""
 
     span: float = 0.0
     late: float = 0.0
@@ -55,7 +55,7 @@ class _Training:
         return next((spent for step, spent in reversed(self.at_saves.items()) if step in self.safe), None)
 
     def parts(self, *, is_lost: bool = False) -> dict[str, float]:
-        """Divide `span` by field of `Goodput`. With `is_lost`, all time after the newest kept save counts as lost."""
+        """Divide `span` by field of `Goodput`. With `is_lost`, all time after the newest kept save is lost."""
         has_begun = self.spent.get("stepping") or self.spent.get("data")
         parts, rest = self._fitted(self.spent), "stepping" if has_begun else "preparing"
         if is_lost and has_begun:
@@ -66,7 +66,7 @@ class _Training:
         return parts
 
     def _fitted(self, spent: Mapping[str, float]) -> dict[str, float]:
-        """Return rank 0's seconds within the training phase, scaled down if their sum exceeds `span`."""
+        """Scaled down if the sum exceeds `span`."""
         spent = {**spent, "preparing": max(0.0, spent.get("preparing", 0.0) - self.late)}
         whole = math.fsum(spent.values())
         scale = min(1.0, self.span / whole) if whole else 0.0
@@ -130,7 +130,6 @@ class Accountant:
         return self.goodput()
 
     def is_due(self) -> bool:
-        """Return True if the last account is `INTERVAL` old, and restart the interval then."""
         now = self._now()
         if now < self._shown_at + INTERVAL:
             return False
@@ -155,7 +154,7 @@ class Accounting(Part):
 
     def begin(self, attempt: Attempt) -> None:
         self._answers: dict[int, Goodput] = {}
-        """Goodput by number of the question. All ranks are told the same."""
+        """By number of the question: all ranks are told the same."""
         self._waiting: list[tuple[Peer, int]] = []
         """Agent and number of questions of ranks other than 0, which are answered after rank 0's next report."""
 
@@ -191,7 +190,6 @@ class Accounting(Part):
         peer.send(Tell(Answer(Question.GOODPUT, number, account)))
 
     def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
-        """Count the time until this checkpoint as safe, if the present attempt has written it."""
         if self._state.attempt is not None and self._state.attempt.number == entry.attempt:
             self.accountant.keep(entry.step)
 

@@ -71,11 +71,9 @@ class HangWatch(Part):
         """Collectives in which each rank waited when the last hang was suspected. None if a rank was working."""
         self._look: Look | None = None
         self._search: Look | None = None
-        """The search for a failure's cause."""
         self._final: dict[int, Recalled | None] = {}
         """Collectives that ranks reported with their failure, before an abort or as they left their peers."""
         self._difference: str | None = None
-        """Explains a failure by the mismatch between the ranks' collectives."""
         attempt.explain = self._explain
 
     # ---- what happens
@@ -95,7 +93,6 @@ class HangWatch(Part):
             self._final[rank] = failure.recalled
 
     def enter(self, stage: Stage) -> None:
-        """Search for no hang in ranks that are told to stop. Explain a failure once all ranks have ended."""
         if stage == "stopping":
             self._look = None
         attempt = self._state.attempt
@@ -113,10 +110,7 @@ class HangWatch(Part):
     # ---- after a failure
 
     def orders(self, now: float) -> None:
-        """Count the ranks' silence once all have joined.
-
-        Ask for collectives shortly before a failed attempt is stopped.
-        """
+        """Collectives are asked for shortly before a failed attempt is stopped."""
         attempt = self._state.training
         if attempt is not None and attempt.is_formed and self._stillness is None:
             self._stillness = Stillness(attempt.places, now)
@@ -129,7 +123,6 @@ class HangWatch(Part):
         return attempt.stop_at - ANSWER_TIME if is_failing and attempt.stop_at is not None else math.inf
 
     def blocks(self, moment: Moment) -> bool:
-        """Wait for the ranks' collectives before the ranks of a failed attempt are stopped."""
         attempt = self._state.attempt
         return moment is Moment.STOP and attempt is not None and not attempt.have_answered(self._remembered)
 
@@ -201,7 +194,7 @@ class HangWatch(Part):
         return True
 
     def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
-        """Return True if all ranks wait in the same collectives as in the previous answers: no rank can continue."""
+        """Ranks that all wait in the same collectives as before cannot continue."""
         before, self._waits = self._waits, waits_of(states)
         return self._waits is not None and self._waits == before
 
@@ -236,7 +229,6 @@ COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn
 NUM_INNER_FRAMES = 2
 
 LEAST_TIMEOUT = 300.0
-"""Minimum seconds with `hang_timeout="auto"`."""
 SLOWNESS = 10.0
 """Multiple of the longest time between two signs of life of a rank that counts as a hang with `hang_timeout="auto"`."""
 AUTO_INTERVAL = 30.0
@@ -247,7 +239,7 @@ MAX_FRAMES = 10
 
 
 class Stillness:
-    """Times of the ranks' last signs of life, in seconds on the caller's clock."""
+    """Seconds on the caller's clock."""
 
     slowest: float = 0.0
     """Longest time between two signs of life of one rank so far."""
@@ -314,7 +306,7 @@ def next_look(states: Mapping[int, RankState]) -> float:
 
 
 def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["auto"]) -> tuple[int, str]:
-    """Return the rank that holds up the others, and a report: the reason in line 1, then the ranks' stacks."""
+    """Return the rank that holds up the others, and a report with the reason in line 1."""
     difference = compare({rank: state.recalled for rank, state in states.items() if state.recalled is not None})
     rank, why = find_hung(states, difference)
     still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
@@ -387,7 +379,7 @@ def find_hung(states: Mapping[int, RankState], difference: Difference | None = N
 
 
 def _is_waiting(stacks: str) -> bool:
-    """True if the main thread waits for other ranks, as in `all_reduce` or `backward`."""
+    """True in `all_reduce` or `backward`, for example."""
     return any(COLLECTIVE_FILES.search(frame) for frame in main_frames(stacks)[:NUM_INNER_FRAMES])
 
 

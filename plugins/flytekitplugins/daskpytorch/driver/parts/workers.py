@@ -17,7 +17,7 @@ class Growth(Part):
 
     _has_kept = False
     _is_fresh = False
-    """A checkpoint was kept right before the present decision: a restart loses no steps."""
+    """A checkpoint was kept right before this decision: a restart loses no steps."""
     _is_growing = False
 
     def __init__(self, state: GangState) -> None:
