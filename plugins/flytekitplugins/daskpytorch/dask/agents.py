@@ -199,7 +199,6 @@ class DaskAgents:
         return bool(self._client.status == "running")
 
     def title(self, worker: str) -> str:
-        """Return a worker's Dask name (on Flyte the start of the pod's), and its address."""
         return title_of(worker, self._names.get(worker, worker))
 
     def _note(self, scheduler: Mapping[str, Any]) -> None:
@@ -235,7 +234,7 @@ class DaskAgents:
 
 
 class Share(DaskAgents):
-    """Starts one gang's agents on its share of the workers, and on replacements for lost ones."""
+    """A gang's share of the workers, and of replacements for lost ones."""
 
     def __init__(self, cluster: DaskAgents, workers: Sequence[str], refill: Callable[[], list[str]]) -> None:
         """`refill` replaces lost workers by free ones, and returns all workers of the gang."""
@@ -253,7 +252,6 @@ _lock = threading.Lock()
 _held: WeakKeyDictionary[DaskAgents, set[str]] = WeakKeyDictionary()
 """Launcher with a limited number of workers, until its gang ends -> the workers that it has taken."""
 _known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictionary()
-"""Dask client -> worker's address -> its host, and the GPUs that it sees."""
 
 
 async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float) -> dict[str, HostAndGpus]:
@@ -287,7 +285,7 @@ def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _scaled_away(client: Client) -> set[object]:
-    """Return Dask names of workers that the client's cluster is removing, possibly before the scheduler knows."""
+    """Return Dask names of workers that the cluster is removing, possibly before the scheduler knows."""
     made = client.cluster
     return set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
 

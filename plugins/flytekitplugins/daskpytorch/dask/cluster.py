@@ -23,12 +23,12 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
 DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
-"""With `1`, the Dask cluster of a local run has a dashboard, whose address is logged."""
+"""With `1`, the Dask cluster of a local run has a dashboard."""
 LOOPBACK = "127.0.0.1"
 POLL_INTERVAL = 0.1
 CONNECT_TIMEOUT = 10.0
 SETTLE_TIME = 30.0
-"""Seconds without a new worker after which a gang with `min_workers` starts with the present ones."""
+"""Seconds without a new worker after which `min_workers` suffice."""
 NOTICE_INTERVAL = 10.0
 
 _clients: list[Client] = []
@@ -63,11 +63,10 @@ def current_client() -> Client:
 def opened(
     *, num_workers: int, min_workers: int | None = None, start_timeout: float = 600.0, source: str | None = None
 ) -> Iterator[Client]:
-    """Yield a client of the task's Dask cluster once the workers are there.
+    """Yield a client of the task's Dask cluster once the workers are there. GangStartError: too few came in time.
 
-    In a local run, the workers are threads of this process: they start in 50 ms, and ranks are processes anyway. The
-    cluster listens only on the loopback interface. `min_workers` suffice after 30 seconds without a new worker.
-    `source` names the setting with the scheduler's address, for messages. GangStartError: too little came in time.
+    In a local run, the workers are threads of this process, which start in 50 ms, and the cluster listens only on the
+    loopback interface. `source` names the setting with the scheduler's address, for messages.
     """
     deadline = time.monotonic() + start_timeout
     with contextlib.ExitStack() as stack:
@@ -108,7 +107,7 @@ def greet(address: str, seconds: float) -> None:
 
 
 def identity(client: Client, seconds: float) -> Mapping[str, Any]:
-    """Return the scheduler's description of itself and its workers. GangStartError: it did not answer in time."""
+    """Raise GangStartError if the scheduler does not answer in time."""
     try:
         found: Mapping[str, Any] = client.sync(client.scheduler.identity, callback_timeout=seconds)
     except TimeoutError as error:

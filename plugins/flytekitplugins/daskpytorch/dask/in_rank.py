@@ -102,7 +102,7 @@ class RankWorker:
         return self.client.loop
 
     def sizes(self, keys: Sequence[Key]) -> dict[Key, int]:
-        """Return the bytes of those partitions that the worker beside this rank holds."""
+        """Return bytes by partition, for those that the worker beside this rank holds."""
         holders = self.client.sync(self.scheduler.who_has, keys=keys)
         here = [key for key, addresses in holders.items() if self.address in addresses]
         sizes: dict[Key, int] = self.client.nbytes(here, summary=False)
@@ -122,7 +122,7 @@ class RankWorker:
         return found.pop()
 
     async def _find(self, key: Key) -> list[Any]:
-        """Return a list with the partition, or an empty one if no worker holds it now."""
+        """Return a list, empty if no worker holds the partition now."""
         from distributed.utils_comm import gather_from_workers
 
         if not self._contact.reaches_workers:

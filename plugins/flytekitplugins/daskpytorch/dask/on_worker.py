@@ -60,8 +60,8 @@ async def _remove_plugin(worker: Worker, name: str) -> None:
 async def _delay_sigterm_for_nanny(worker: Worker) -> None:
     """Make a worker under a nanny wait on SIGTERM for the nanny's order to close, and ignore Ctrl-C.
 
-    If both receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint. If only the
-    worker does, as from Dask's memory limit, it ends after two seconds, and the nanny starts a new one.
+    If both receive SIGTERM, the nanny closes the worker in good order, and the ranks can save a checkpoint. A worker
+    alone, as beyond Dask's memory limit, ends after two seconds.
     """
     loop = asyncio.get_running_loop()
 

@@ -97,7 +97,7 @@ class _Agent:
         self._data = data
         self._scratch = scratch
         self._archive = b""
-        """The user's sources, which a later attempt unpacks if files on this machine have changed."""
+        """A later attempt unpacks the sources again if files on this machine have changed."""
         self._server = fork_client.connect()
         self._meeting: socket.socket | None = None
         """Listens for the store of rank 0. Early connections wait in its queue."""
@@ -364,7 +364,7 @@ class _Agent:
 
 
 def heartbeat_interval(place: Place, pulse: float | None) -> float:
-    """Return seconds. `pulse` has those between a rank's reports of signs of life."""
+    """`pulse` has the seconds between a rank's reports of signs of life."""
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))

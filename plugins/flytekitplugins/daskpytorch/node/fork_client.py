@@ -1,4 +1,4 @@
-"""Starts or finds this process's fork server, and asks the fork server for ranks. Runs in a Dask worker or in the task.
+"""Starts this process's fork server, and asks it for ranks. Runs in a Dask worker or in the task.
 
 The fork server lives as long as this process, so later gangs start in 0.1 s.
 """
@@ -39,7 +39,7 @@ class ForkServerClient:
         self._process = process
 
     def fileno(self) -> int:
-        """Readable when the fork server reports an event, such as a rank's exit, or ends."""
+        """Readable at an event of the fork server, such as a rank's exit, and at its end."""
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, *outputs: int) -> None:

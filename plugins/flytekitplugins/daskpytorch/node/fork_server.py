@@ -57,7 +57,7 @@ BOOTSTRAP = (
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
 PR_SET_PDEATHSIG = 1
-"""Option of `prctl` (linux/prctl.h): the signal which a process gets when its parent thread ends."""
+"""Option of `prctl` (linux/prctl.h) for the signal that a process gets when its parent thread ends."""
 
 
 def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
@@ -325,7 +325,7 @@ def _without_finalizers() -> Iterator[None]:
 
 @_without_finalizers()
 def import_for_ranks(others: Sequence[str]) -> None:
-    """Import what every rank needs, and `others`: a module, or `module:function`, which is called.
+    """Import modules, and call the function of `module:function`.
 
     Garbage collections during the imports would take 0.15 s of a first gang's two seconds (2026-11-26).
     """
@@ -375,7 +375,7 @@ class Leisure:
         """Time of the next import, on the monotonic clock, or infinite while ranks run or no module is left."""
 
     def begin(self) -> None:
-        """Import after some seconds without a rank, since the fork server was then started ahead."""
+        """Import after some seconds without a rank, since the fork server was started ahead."""
         text = os.environ.get("DASKPYTORCH_LEISURE", "3")
         try:
             self._at = time.monotonic() + float(text)

@@ -77,7 +77,7 @@ def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node
 
 @functools.cache  # the metadata takes 8 ms to read
 def local_versions() -> dict[str, str]:
-    """Return the versions of Python, torch and this package, which driver and workers must share."""
+    """Return the versions that driver and workers must share."""
     packages = ("flytekitplugins-daskpytorch", "torch")
     return {"python": ".".join(map(str, sys.version_info[:2]))} | {name: version(name) for name in packages}
 
@@ -227,7 +227,7 @@ def _listed(variable: str) -> list[str]:
 
 
 def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Return exit code and output, with standard error first. (None, "") after a timeout, when the process is killed.
+    """Return exit code and output, standard error first, or (None, "") after a timeout.
 
     A process that hangs in a GPU driver cannot be killed, so this function waits at most 1 s more for its end.
     """

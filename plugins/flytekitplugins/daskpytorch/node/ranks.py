@@ -53,7 +53,7 @@ class LogFiles:
         return "" if self._has_failed else str(self._of_rank(attempt, rank))
 
     def close(self) -> None:
-        """Write and close. The thread goes on with what takes longer than `CLOSE_TIMEOUT`."""
+        """The thread goes on with what takes longer than `CLOSE_TIMEOUT`."""
         self._submit(self._close_files)
         self._worker.flush(CLOSE_TIMEOUT)
 
@@ -126,8 +126,8 @@ class Lines:
     def feed(self, data: bytes) -> list[str]:
         """Return the newly complete lines. b"" ends the stream.
 
-        A carriage return also ends a line, so that each state of a progress bar is a line. A blank line counts only if
-        a newline ends it, and no carriage return comes just before.
+        A carriage return also ends a line, for the states of a progress bar. A blank line counts only if a newline ends
+        it, and no carriage return comes just before.
         """
         *ended, self._unfinished = _END.split(self._unfinished + self._decoder.decode(data, final=not data))
         lines = []

@@ -1,9 +1,7 @@
 """Scratch folders that are removed with their process, and folders to which only this user may write.
 
-A process locks its scratch folders, and the kernel releases the lock however the process ends. A process that makes its
-first folder removes this machine's folders without a lock.
-
-Reading what another user has put into a private folder may run that user's code.
+The kernel releases a scratch folder's lock however its process ends, and a later process removes folders without a
+lock. Reading what another user has put into a private folder may run that user's code.
 """
 
 import contextlib
@@ -25,7 +23,6 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.process.system import running_kernel
 
 RETRY_AFTER = (0.01, 0.05, 0.2, 0.5, 1.0)
-"""Seconds between tries to remove a scratch folder to which a process still writes."""
 MACHINE = hashlib.sha256(running_kernel().encode()).hexdigest()[:8]
 """In the names of scratch folders: on a shared disk, other machines' locks may be invisible."""
 FOLDER_VARIABLE = "DASKPYTORCH_CHECKPOINTS"

@@ -1,6 +1,6 @@
 """Ends a program as Python does: waits for threads and executors, calls exit functions, writes files. Runs in ranks.
 
-A rank ends its whole process so. `run_script` ends only what the script has started, as its caller goes on.
+A rank ends its whole process so, and `run_script` what the script has started.
 """
 
 import atexit
@@ -20,7 +20,6 @@ from concurrent.futures import Executor, thread
 from typing import Any, TypeVar
 
 NOTICE_AFTER = 10.0
-"""Seconds after which a program that does not end names what it waits for."""
 MAX_WAIT = 300.0
 """Seconds for a rank's threads, executors, child processes and exit functions, before the rank ends regardless."""
 T = TypeVar("T")
@@ -100,7 +99,6 @@ def finished(who: str, max_wait: float | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted_exit_functions() -> Iterator[list[functools.partial[Any]]]:
-    """Yield a list of the exit functions that this thread registers during the block."""
     register, unregister, thread = atexit.register, atexit.unregister, threading.current_thread()
     noted: list[functools.partial[Any]] = []
 
@@ -142,7 +140,6 @@ def flush_files() -> None:
 
 
 def instances_of(of: type[T]) -> Iterator[T]:
-    """Yield all living objects of a type, as far as `gc` knows them."""
     objects = gc.get_objects()
     kinds = set()
     for key, kind in {id(type(each)): type(each) for each in objects}.items():  # not all types have a hash

@@ -2,9 +2,8 @@
 
 The first Ctrl-C ends the gang in good order, and the second ends the process at once.
 
-Slurm and some container runtimes send SIGTERM to all processes at once. Only the task or the Dask worker reacts: it
-stops its ranks after a last checkpoint. Until then all child processes must survive. Fork servers and ranks, which have
-separate sessions, get no SIGINT from a terminal.
+Slurm and some container runtimes send SIGTERM to all processes at once. Only the task or the Dask worker reacts, and
+stops its ranks after a last checkpoint, until which all child processes must survive.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ class CtrlC:
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
-        """Handle Ctrl-C in the main thread of a process that does not ignore it.
+        """Handle Ctrl-C in the main thread, unless it is ignored.
 
-        After a first Ctrl-C, the handler stays until the process ends, except in notebooks and at prompts.
+        After a first Ctrl-C, only notebooks and prompts get their own handler back.
         """
         usual = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(usual):
@@ -75,11 +74,11 @@ class CtrlC:
 
 @contextlib.contextmanager
 def deferred(end: Callable[[], object] | None) -> Iterator[Callable[[], bool]]:
-    """Make the first Ctrl-C in the context call `end`, and raise `KeyboardInterrupt` only after the context.
+    """Make the first Ctrl-C call `end`, and raise `KeyboardInterrupt` only after the context.
 
-    The context waits for the work that `end` cancels. A second Ctrl-C interrupts it, possibly with a lock locked for
-    ever and a thread blocked. Does nothing without `end`, outside the main thread, or if Python's own handler is
-    replaced. Yields a function that returns True if Ctrl-C was pressed.
+    A second Ctrl-C interrupts the context, possibly with a lock locked for ever and a thread blocked. Does nothing
+    without `end`, outside the main thread, or if Python's own handler is replaced. Yields a function that returns True
+    if Ctrl-C was pressed.
     """
     pressed: list[Any] = []
     is_main = threading.current_thread() is threading.main_thread()
@@ -109,7 +108,6 @@ def is_interactive() -> bool:
 
 
 def _end_process() -> None:
-    """Ranks end with this process, and this machine's next gang removes the scratch folders."""
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, f"{SHOW_CURSOR}\n".encode())
@@ -134,8 +132,7 @@ def sigterm_held_back() -> Iterator[None]:
 def leave_sigterm_to_parent() -> None:
     """Make this process survive SIGTERM. Call this function in the main thread.
 
-    An ignored SIGTERM would be ignored by programs that this process starts, too, so it has a handler. Forks, such as a
-    `multiprocessing.Process`, end by SIGTERM as usual.
+    Programs that this process starts would inherit an ignored SIGTERM, but no handler. Forks end by SIGTERM as usual.
     """
     global _is_registered
     signal.signal(signal.SIGTERM, _pass)
@@ -148,7 +145,7 @@ def leave_sigterm_to_parent() -> None:
 
 
 def is_handled(number: int) -> bool:
-    """Return True if Python code handles this signal, other than by `leave_sigterm_to_parent`."""
+    """Return True if Python code handles the signal, other than by `leave_sigterm_to_parent`."""
     handler = signal.getsignal(number)
     return callable(handler) and handler is not _pass
 

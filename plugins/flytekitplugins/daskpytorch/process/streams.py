@@ -94,7 +94,7 @@ def _drop_output() -> None:
 
 
 def one_line(text: str, max_length: int) -> str:
-    """Return a text with unprintable characters replaced, cut to at most `max_length` characters."""
+    """Replace unprintable characters, and cut a text to `max_length` characters."""
     cut = text if len(text) <= max_length else f"{text[: max_length - 1]}…"
     return (
         cut
@@ -104,10 +104,7 @@ def one_line(text: str, max_length: int) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """Copy a value with `(hidden)` in place of secrets, by the names of keys and fields, and within URLs.
-
-    Descends into collections, dataclasses, namespaces, named tuples and models of Pydantic.
-    """
+    """Copy a value with `(hidden)` in place of secrets, by the names of keys and fields, and within URLs."""
     if isinstance(value, str):
         return SIGNATURE.sub(rf"\1{HIDDEN}", PASSWORD.sub(rf"\1{HIDDEN}", value)) if "://" in value else value
     if isinstance(value, tuple) and (as_dict := getattr(value, "_asdict", None)) is not None:
@@ -146,7 +143,6 @@ def _without_secret_fields(value: Any) -> Any:
 
 FORMAT_VARIABLE = "DASKPYTORCH_LOG"
 LEVEL_VARIABLE = "FLYTE_SDK_LOGGING_LEVEL"
-"""Flyte's variable with the lowest level of written log records, a number of `logging`."""
 BEGINNING = '{"time": "'
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")

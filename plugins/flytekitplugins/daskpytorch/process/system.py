@@ -148,7 +148,7 @@ def read_so_far() -> tuple[str, ...]:
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str], prefixes: tuple[str, ...]) -> list[str]:
-    """Return the variables with such a prefix, not in `SET_LATER`, that differ between two environments."""
+    """Return variables with such a prefix, not in `SET_LATER`, that differ."""
     return sorted(
         name
         for name in {*before, *after}
@@ -174,10 +174,9 @@ def _part_read_early(name: str, environment: Mapping[str, str]) -> str | None:
 
 
 def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leave out variables that a Dask nanny has set.
+    """Leave out variables that a Dask nanny has set, also in its own process, such as a program with a `LocalCluster`.
 
-    Nannies also set them in their own process, such as a program with a `LocalCluster`. So a variable is the user's if
-    its value differs from the nanny's, or if the process started with that value.
+    A variable is the user's if its value differs from the nanny's, or if the process started with that value.
     """
     if NANNYS_MARK not in environment:
         return dict(environment)

@@ -17,7 +17,7 @@ RETRY_AFTER = 2.0
 MAX_PAUSE = 60.0
 """Seconds."""
 IDLE_TIME = 1.0
-"""Seconds without a job after which the thread ends, until the next job starts another."""
+"""Seconds without a job after which the thread ends."""
 DEFAULT_LANE = ""
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Worker:
         self._name = name
         self._changed = threading.Condition()
         self._lanes: dict[str, deque[Job]] = {}
-        """Unfinished jobs of each lane that has ever received a job, oldest first."""
+        """Lanes that have ever received a job -> unfinished jobs, oldest first."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self.is_urgent = False
@@ -116,7 +116,7 @@ class Worker:
             return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 
     def do(self, job: Job) -> None:
-        """Try a job once. A failed job stays for a retry, unless its `gives_up` returns True."""
+        """A failed job stays for a retry, unless its `gives_up` returns True."""
         try:
             job.work()
         except Exception as error:  # clients of storage and trackers raise errors of any class, and none may end a gang
