@@ -34,15 +34,12 @@ from flytekitplugins.daskpytorch.rank import liveness, process_group, sources
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 SHARED = (bool, int, float, str, bytes, tuple, type, ModuleType, FunctionType)
-"""Python or several names may share values of these types: no name is known to be bound to them by a call."""
+"""Types whose values Python or several names may share: no name is known to be bound by a call."""
 CELL = "<cell of all ranks>"
 
 
 class Server:
-    """Calls of one rank: orders that wait, and the values that the rank keeps.
-
-    `serve` runs in the main thread, `put` and the methods of `interrupter` in the thread that receives orders.
-    """
+    """`serve` runs in the main thread, `put` and the methods of `interrupter` in the thread that receives orders."""
 
     def __init__(
         self,
@@ -53,10 +50,7 @@ class Server:
         failure_of: Callable[[BaseException, int], Failure],
         ending_forks: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`folder` is this rank's alone, for sources of later calls, and need not exist.
-
-        `failure_of` reports an exception of the call with this number.
-        """
+        """`folder` is this rank's alone, for sources of later calls, and need not exist."""
         self._link = link
         self._folder = folder
         self.interrupter = Interrupter(link)
@@ -124,7 +118,7 @@ class Server:
         return None  # the call has ended by `sys.exit()`
 
     def _unpacked(self, parts: Sequence[memoryview]) -> Call:
-        """Unpickle a call, and note the names of `__main__` to which the pickle has bound values that this rank keeps.
+        """Note the names of `__main__` to which a call's pickle has bound values that this rank keeps.
 
         A notebook's function that uses a reference as a global binds the reference's name.
         """
@@ -150,7 +144,7 @@ class Server:
 
 
 def _wait_for_gpu() -> None:
-    """Wait for the call's work on the GPU, so that an error of the GPU belongs to the call."""
+    """An error of the GPU must belong to the call that has caused it."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -186,7 +180,7 @@ def cell(source: str, kept: Mapping[str, Any]) -> str | None:
 # ---- The end of a call
 
 RETRY_WAIT = 0.01
-"""Seconds until the main thread is interrupted again, if it was sending a message to the agent."""
+"""Seconds until the next interrupt of a main thread that was sending a message."""
 HALT_TIME = 0.3
 """Seconds to halt, before the main thread counts as waiting in a collective."""
 MAX_HALT = 30.0

@@ -120,7 +120,7 @@ class RankCheckpoint(Checkpoint):
         self._link.send(written)
 
     def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
-        """Ask for the best checkpoint, or that of a step, and wait until it arrives on this node.
+        """Wait until the best checkpoint, or that of a step, arrives on this node.
 
         Each rank asks. The n-th requests of all ranks get the same checkpoint, which the driver chooses for rank 0.
         """
@@ -234,10 +234,9 @@ class _RefusedError(Exception):
 
 
 def copy_of(state: Any) -> Any:
-    """Return a copy of a state, with tensors on the CPU, that later training steps leave unchanged.
+    """Return a copy of a state, on the CPU, that later training steps leave unchanged.
 
-    Defines no inner class or function: their references would keep the copy alive until Python's cyclic garbage
-    collector runs.
+    No inner class or function: their references would keep the copy alive until Python's cyclic garbage collector runs.
     """
     buffer = io.BytesIO()
     copier = _Copier(buffer)

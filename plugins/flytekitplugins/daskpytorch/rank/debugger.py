@@ -1,7 +1,7 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-Ranks have no terminal. A rank that calls pdb waits until the driver attaches its terminal, or a user another one by
-`daskpytorch attach`. While a prompt is shown, a pseudo-terminal is its standard input, output and error.
+A rank that calls pdb waits until the driver attaches its terminal, or a user another one by `daskpytorch attach`. While
+a prompt is shown, a pseudo-terminal is its standard input, output and error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Prompt:
             self.failure = None
 
     def show(self, where: str, interact: Callable[[], bool]) -> None:
-        """Call `interact` with the pseudo-terminal as standard input, output and error. `where` is shown to users.
+        """Call `interact` with the pseudo-terminal as standard input, output and error.
 
         `interact` returns True if the next prompt follows soon. Raises `KeyboardInterrupt` if the driver ends the call,
         `NoDebuggerError` in a forked process, or if no terminal was attached in time.
@@ -155,7 +155,6 @@ def _is_stepping(debugger: Any) -> bool:
 
 
 def explain(error: BaseException, rank: int) -> None:
-    """Name the rank in the error of a debugger that the user has quit, and cut pdb's frames from it."""
     if isinstance(error, bdb.BdbQuit) and not error.args:
         error.args = (f"rank {rank} was quit in its debugger, and all others with it",)
     if isinstance(error, (bdb.BdbQuit, NoDebuggerError)):
@@ -281,7 +280,7 @@ class PseudoTerminal:
             self._attached, self._is_drivers, self._is_read = attaching, is_drivers, True
 
     def _heed(self, attached: socket.socket) -> None:
-        """Interrupt the main thread at Ctrl-C, or detach a terminal that has left, or a running rank's at Ctrl-C."""
+        """Ctrl-C interrupts a rank at a prompt, and detaches the terminal of a running one."""
         key = b""
         with contextlib.suppress(OSError):
             key = attached.recv(1)

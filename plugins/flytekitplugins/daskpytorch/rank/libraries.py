@@ -1,8 +1,8 @@
 """Changes of libraries in a rank: Lightning, Accelerate and Transformers find the gang, and loaders end with the rank.
 
-On a machine without GPUs, Lightning's default `Trainer()` and Accelerate assume a world of one rank, despite the
-process group: each rank would silently train a model of its own. So they count the gang's ranks, and Trainers that do
-not fit are refused. The workers of a rank's DataLoaders ignore SIGTERM: only the rank ends them.
+On a machine without GPUs, Lightning's `Trainer()` and Accelerate assume a world of one rank: each rank would silently
+train a model of its own. So they count the gang's ranks, and Trainers that do not fit are refused. DataLoaders' workers
+ignore SIGTERM: only the rank ends them.
 
 Runs in a rank, when the libraries are imported, and in the loaders' workers.
 """
@@ -84,17 +84,17 @@ def _host_rank() -> int:
 
 
 def _count_over_host(module: ModuleType) -> None:
-    """Make Transformers find a host's first process by the index on the host. The rank's device is unchanged."""
+    """Transformers finds a host's first process by the index on the host. The rank's device is unchanged."""
     module.TrainingArguments.local_process_index = property(lambda _: _host_rank())
 
 
 def _count_ranks_as_devices(module: ModuleType) -> None:
-    """Make Lightning's default `devices="auto"` one device per rank of the node, on a machine without GPUs."""
+    """On a machine without GPUs, `devices="auto"` is one device per rank of the node."""
     module.CPUAccelerator.auto_device_count = staticmethod(_num_devices)
 
 
 def _check_trainers(module: ModuleType) -> None:
-    """Make `Trainer.fit` check that it uses all ranks. Other methods may use one device, as for tests."""
+    """`Trainer.fit` must use all ranks. Other methods may use one device, as for tests."""
     fit = module.Trainer.fit
 
     @functools.wraps(fit)
@@ -107,7 +107,7 @@ def _check_trainers(module: ModuleType) -> None:
 
 
 def _check_fabrics(module: ModuleType) -> None:
-    """Make each new `Fabric` check that it uses all ranks. A later one may use a single device, as for evaluation."""
+    """A first `Fabric` must use all ranks. A later one may use a single device, as for evaluation."""
     begin = module.Fabric.__init__
     has_all_ranks = False
 
@@ -170,7 +170,7 @@ _preloaded = ["__main__"]
 """Modules that `multiprocessing`'s fork server imports ahead, at first Python's default."""
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 _iterating = threading.local()
-"""`pid`: this process's id while this thread runs `DataLoader.__iter__`, which starts the workers."""
+"""`pid`: process whose thread runs `DataLoader.__iter__`, which starts the workers."""
 
 
 def shield() -> None:
@@ -223,16 +223,16 @@ def _kill_workers() -> None:
 
 
 def _note_preloaded(modules_names: list[str]) -> None:
-    """Note the user's modules, as `multiprocessing` has no public function that returns their names."""
+    """`multiprocessing` has no public function that returns the user's modules."""
     _preloaded[:] = modules_names
     _set_preloaded(modules_names)
 
 
 def _start_forerunners(start_method: str | None) -> None:
-    """Start `multiprocessing`'s own server processes before SIGTERM is blocked.
+    """Start `multiprocessing`'s servers before SIGTERM is blocked.
 
     A fork server that starts with SIGTERM blocked would pass it on to all its children for ever. The resource tracker
-    would unblock SIGTERM too early.
+    would unblock it too early.
     """
     if start_method == "forkserver":
         _set_preloaded([*_preloaded, PRELOADED])

@@ -40,7 +40,7 @@ once."""
 MAX_MESSAGES = 500
 """Messages with log records per second from all ranks but rank 0 together."""
 MAX_WAITING = 1 << 10
-"""Log records at which the logging thread sends all itself, and so waits for the agent."""
+"""Records at which the logging thread sends all itself, and so waits for the agent."""
 
 
 def interval_of(rank: int, world_size: int) -> float:
@@ -48,10 +48,10 @@ def interval_of(rank: int, world_size: int) -> float:
 
 
 class Records:
-    """Sends a rank's log records, and other reports that may wait, in groups, but the first after a pause at once.
+    """Sends log records, and other reports that may wait, in groups, but the first after a pause at once.
 
-    A message costs a system call, and time in agent and driver. Code that runs between two steps finds cold caches and
-    takes ten times as long.
+    A message costs time in rank, agent and driver. Code that runs between two steps finds cold caches and takes ten
+    times as long.
     """
 
     def __init__(self, send: Callable[[], None], interval: float) -> None:
@@ -221,7 +221,7 @@ class GangLink(Link):
             self.records.add(messages.Spent(self.ledger.seconds(), step))
 
     def send_returned(self, value: Any) -> bytes | None:
-        """Send the return value to the driver, or return its pickle, unsent, if that is small.
+        """Send the return value, or return its pickle, unsent, if that is small.
 
         More than 64 KiB go as a file if the driver can open the file and the disk has room, otherwise in pieces.
         """
@@ -241,7 +241,7 @@ class GangLink(Link):
     def large(self, number: int = 0) -> list[memoryview]:
         """Wait for a large call, and return its parts from memory that the node's ranks share.
 
-        `number` is 0 in a gang that does not stay. Raises `OSError` if the transfer failed.
+        `number` is 0 in a gang that does not stay. Raises `OSError` after a failed transfer.
         """
         arrived = self.answer(Question.ARGUMENTS, number).result()
         del self._answers[Question.ARGUMENTS, number]
@@ -312,7 +312,7 @@ def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
 
 
 def pickled(value: Any) -> list[memoryview]:
-    """Pickle a return value in parts, with CUDA tensors on the CPU and `DistributedDataParallel` as its model."""
+    """CUDA tensors are pickled on the CPU, a `DistributedDataParallel` as its model."""
     file, aside = io.BytesIO(), list[memoryview]()
     try:
         _pickler(sharded_classes())(file, protocol=5, buffer_callback=pickler.put_apart(aside)).dump(value)

@@ -44,7 +44,7 @@ def send_collectives(link: GangLink) -> None:
 
 
 def write_stacks_to(path: Path) -> None:
-    """Write the main thread's stack to this file on SIGQUIT, and all stacks to the log on a crash in C."""
+    """SIGQUIT writes the main thread's stack to this file, a crash in C all stacks to the log."""
     global _stacks_file
     faulthandler.enable()
     _stacks_file = path.open("a+")
@@ -101,8 +101,8 @@ def call_before_abort(report: Callable[[], None]) -> None:
     """Call `report` before an uncaught C++ exception aborts the process.
 
     gloo aborts a rank that receives a tensor of an unexpected shape, NCCL's watchdog one whose collective has timed
-    out. Both throw in threads of C++, so Python code cannot report the cause later. Call this after each default
-    process group that forms, whose GPU backend then gets its hook.
+    out. Both throw in threads of C++: Python cannot report the cause later. Call this after each default process group
+    that forms, whose GPU backend then gets its hook.
     """
     global _handler
     rank = os.getpid()

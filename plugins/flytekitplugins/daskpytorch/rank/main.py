@@ -115,10 +115,7 @@ def _explained(
     *,
     is_final: bool = False,
 ) -> Failure:
-    """Return the report of an exception, with notes for the user.
-
-    With `prompt`, first hold the rank if the gang wants that.
-    """
+    """Add notes for the user to a failure's report. With `prompt`, first hold the rank if the gang wants that."""
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     sources.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
@@ -138,7 +135,7 @@ def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger
 
 
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:
-    """Follow orders until the order to quit, then end this process. In a thread of its own.
+    """Follow orders in a thread until the order to quit, then end this process.
 
     A rank that has failed by itself ends by its main thread, unless exit functions take longer than `EXIT_TIME`.
     """
@@ -196,10 +193,10 @@ def _take_listener(channel: Connection) -> int:
 
 
 def _unpack(order: RankOrder, link: GangLink, session: Session) -> Call:
-    """Unpickle the user's call, or return that of the server of a rank that stays. Then open rank 0's observers.
+    """Unpickle the user's call, then open rank 0's observers. A rank that stays calls its server.
 
-    Observers import packages in threads of their own, and two threads that import one package at once may deadlock: a
-    run of wandb was lost because a user's module imported parts of wandb at the same time.
+    Observers import packages in threads, and two threads that import one package at once may deadlock: a run of wandb
+    was lost because a user's module imported parts of wandb at the same time.
     """
     try:
         if session.server is not None:
@@ -259,8 +256,8 @@ def _take_device(order: RankOrder) -> torch.device | None:
 def stay_beside(device: int, system: Path = Path("/sys")) -> None:
     """Run this thread, and those that it starts, on the cores of the GPU's NUMA node.
 
-    As `torchrun --numa-binding=node`: Linux takes a memory page from the node of the core that first writes to it.
-    Hosts with one NUMA node, and GPUs whose node is unknown, keep the old binding.
+    Linux takes a memory page from the node of the core that first writes to it. Hosts with one NUMA node, and GPUs
+    whose node is unknown, keep the old binding.
     """
     if sum(1 for _ in system.glob("devices/system/node/node[0-9]*")) < 2:
         return
@@ -309,10 +306,7 @@ def _keywords(order: RankOrder, call: Call, host: RankHost | None) -> dict[str, 
 
 
 def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangLink) -> object:
-    """Send the return value, or return its pickle, unsent, if that is small.
-
-    In a Flyte task only rank 0 sends a value, the task's outputs. Ranks of an evaluation send their metrics.
-    """
+    """In a Flyte task only rank 0 sends a value, the task's outputs. Ranks of an evaluation send their metrics."""
     if host is None or isinstance(returned, Metrics):
         return link.send_returned(returned)
     return link.send_returned(host.outputs(unwrapped(returned))) if order.place.rank == 0 else None

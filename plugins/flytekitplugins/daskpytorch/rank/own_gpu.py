@@ -143,7 +143,7 @@ NVML_TIMEOUT = 60.0
 """Seconds. Without persistence mode, NVML takes some for each GPU of the host."""
 KERNEL_TIMEOUT = 60.0
 PAUSE = 1.0
-"""Seconds until a second look at a fault, which may be short, such as the memory of a process that is ending."""
+"""Seconds until a second look, as a fault may be short: the memory of a process that is ending."""
 MAX_SHARE_OF_OTHERS = 0.5
 """Share of a GPU's memory (0 to 1) that processes outside the gangs may hold before the rank begins."""
 RANK_NAME = re.compile(r"rank \d+/")
@@ -151,9 +151,9 @@ RANK_NAME = re.compile(r"rank \d+/")
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
 """What NVML recommends. Any other action: a reset after all work has left the GPU."""
 NUM_NUMBERS = 1 << 18
-"""Elements of the kernel: 1 MiB, enough for each part of a large GPU to compute some."""
+"""1 MiB, enough for each part of a large GPU to compute some."""
 THREAD = "daskpytorch-gpu-check"
-"""Names threads that call the GPU's driver, in which code that hangs cannot be ended."""
+"""Threads that call the GPU's driver, whose code cannot be ended if it hangs."""
 
 
 class GpuCheck:
@@ -250,7 +250,7 @@ def read_faults(gpu: Gpu) -> Iterator[str]:
 
 
 def _strangers(pids: Iterable[int]) -> list[int]:
-    """Return the process IDs of neither ranks nor this rank's ancestors, such as a Dask worker.
+    """Neither ranks nor this rank's ancestors, such as a Dask worker.
 
     NVML may list other containers' process IDs, which do not exist here.
     """
@@ -283,10 +283,7 @@ def fault_of_kernel(device: torch.device) -> str:
 
 
 def _computed(device: torch.device) -> torch.Tensor:
-    """Return whole numbers, which are alike on all devices.
-
-    Matrix products would first load cuBLAS, which takes 0.1 s.
-    """
+    """Whole numbers are alike on all devices. Matrix products would first load cuBLAS, which takes 0.1 s."""
     import torch
 
     numbers = torch.arange(NUM_NUMBERS, dtype=torch.int32, device=device)

@@ -157,7 +157,7 @@ def expect(
     listener: int | None = None,
     on_formed: Callable[[], object] = bool,  # does nothing
 ) -> None:
-    """Make this process a rank of a gang, whose process group `join` or the user's `init_process_group` forms.
+    """Make this process a rank, whose group `join` or the user's `init_process_group` forms.
 
     `take_device` returns the device of GPU collectives. `listener` is the socket's descriptor on the rank that serves
     the rendezvous store.
@@ -181,8 +181,8 @@ def expect(
 def meet(*, is_script: bool = False) -> torch.device | None:
     """Take the rank's device, and serve the rendezvous store if this rank does. Form no process group.
 
-    A script forms the group itself, as under torchrun, and may replace this process by `os.exec*`: another process
-    serves the store. Returns the device of GPU collectives, at the first call.
+    A script forms the group itself, and may replace this process by `os.exec*`: another process serves the store.
+    Returns the device of GPU collectives, at the first call.
     """
     if _membership is None or _membership.prepare is None:
         return None
@@ -199,7 +199,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Hide the gang's process group during the block, in which a program forms its own, as under torchrun.
+    """Hide the gang's process group while a program forms its own, as under torchrun.
 
     It is there again afterwards, unless the program has left or destroyed a default process group.
     """

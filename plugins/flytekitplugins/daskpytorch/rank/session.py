@@ -93,11 +93,11 @@ class Session:
         link.hint(usage.of_variables([name for name in late if name in os.environ]))
 
     def see_out(self) -> None:
-        """Wait until all ranks have finished, and then give observers the account of time.
+        """Wait until all ranks have finished, then give observers the account of time.
 
-        A rank whose program has ended before leaves its peers: collectives in which they wait for it must fail. Its
-        process ends, but rank 0 stays, with the rendezvous store and the observers. With NCCL, a rank waits for the
-        others' ends: they may still read its GPU's memory.
+        A rank whose program has ended before leaves: collectives of peers that wait for it must fail. Rank 0's process
+        stays, with the rendezvous store and the observers. With NCCL, a rank waits for the others' ends: they may still
+        read its GPU's memory.
         """
         link, order = self._link, self._order
         is_stopped = self.rank.stop_signal.has_fired
@@ -203,9 +203,8 @@ def leaves_early(link: GangLink) -> bool:
 def close_connections(store_port: int | None) -> None:
     """Have collectives of peers that wait for this rank fail, while this process goes on.
 
-    Ends all TCP connections but those of Python's sockets and of the rendezvous store. gloo has no other way: `abort`
-    and `shutdown` leave the connections open, and a group that a variable holds outlives `destroy_process_group` (torch
-    2.15).
+    Ends TCP connections but those of Python's sockets and the rendezvous store. gloo has no other way: `abort` and
+    `shutdown` leave them open, and a group that a variable holds outlives `destroy_process_group` (torch 2.15).
     """
     pythons = {each.fileno() for each in program_end.instances_of(socket.socket)}
     for file in Path("/proc/self/fd").iterdir():
@@ -223,10 +222,10 @@ def _close(descriptor: int, store_port: int | None) -> None:
 
 
 def wind_up(rank: int, link: GangLink, outcome: int, *, has_returned: bool) -> None:
-    """Close the observers with the outcome (0: success, 1: failed or stopped), and do what Python does at its exit.
+    """Close the observers (0: success, 1: failed or stopped), and do what Python does at its exit.
 
-    Ranks exit by `os._exit`, which would skip threads, executors, exit functions and open files. After
-    `program_end.MAX_WAIT` the rank ends regardless, with the exit code `program_end.LATE`.
+    `os._exit` would skip threads, executors, exit functions and open files. After `program_end.MAX_WAIT` the rank ends
+    regardless, with the exit code `program_end.LATE`.
     """
     link.observers.call("on_end", outcome)
     link.has_closed_observers.set()

@@ -37,9 +37,9 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, METADATA
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 
 NUM_WRITERS = 2
-"""Objects written at a time: with four, saves of two ranks on the host of their S3 server took 1.5 times as long."""
+"""With four, saves of two ranks on the host of their S3 server took 1.5 times as long."""
 SMALL_PART, LARGE_PART = 16 << 20, 256 << 20
-"""Minimum bytes of the objects into which a rank divides its shard: for two, and for more."""
+"""Minimum bytes of a rank's objects, for two and for more of them."""
 CHUNK = 8 << 20
 """Bytes per `write` call on a file in storage, which keeps them until they are sent."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)

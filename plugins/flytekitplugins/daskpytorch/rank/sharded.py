@@ -77,8 +77,8 @@ class ShardedCheckpoints:
     def load(self, state: dict[str, Any], chosen: ShardedCheckpoint | None = None) -> int | None:
         """Fill a state with a sharded checkpoint, by default the newest undamaged one. Call on all ranks together.
 
-        Returns the step, if any. Raises `OSError` if storage fails, `chosen` is damaged, or damaged checkpoints have
-        changed the state, and `ValueError` if the state does not fit.
+        Returns the step. Raises `OSError` if storage fails, `chosen` is damaged, or damaged checkpoints have changed
+        the state, `ValueError` if the state does not fit.
         """
         from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
 

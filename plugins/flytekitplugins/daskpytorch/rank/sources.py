@@ -109,8 +109,8 @@ def _remember(path: str, data: bytes) -> None:
 def set_up_program(program: Program, script: Path | None) -> None:
     """Set `__main__`, command line and logging to the program's, without a run of the script.
 
-    As in processes that `multiprocessing` spawns, `__main__` is also known as `__mp_main__`: objects from processes
-    that this process spawns have that module name.
+    As under `multiprocessing`, `__main__` is also `__mp_main__`, the module name of objects from processes that this
+    one spawns.
     """
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__package__ = program.package

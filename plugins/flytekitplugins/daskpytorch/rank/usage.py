@@ -1,8 +1,7 @@
 """Accounts for a rank's time, and samples its use of processor, memory and GPU. Runs in a rank.
 
 The ledger counts the main thread's time under one part at any moment, such as a loader or a save. Other time is open
-until the next step ends, and then belongs to the step. Hints report likely mistakes that raise no error, each once.
-`Profiler` traces chosen steps by `torch.profiler`.
+until the next step ends, and then belongs to the step.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class _Page:
 class Ledger:
     """Account of one thread's time, by parts such as stepping and saving. An entry takes one or two microseconds.
 
-    Preparing lasts until a loader gives the first batch, or the first step ends. Of nested parts, the outer one counts:
-    the wait for an evaluation's batches is evaluation.
+    Preparing lasts until the first batch, or the first step's end. Of nested parts, the outer one counts: the wait for
+    an evaluation's batches is evaluation.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -277,10 +276,10 @@ def of_variables(late: Sequence[str]) -> Noted | None:
 
 @contextlib.contextmanager
 def watching_samplers(ledger: Ledger, tell: Callable[[Noted], object]) -> Iterator[None]:
-    """During the block, report a `DistributedSampler` that shuffles two epochs of training into the same order.
+    """Report a `DistributedSampler` that shuffles two epochs of training into the same order.
 
-    A sampler's order depends on its seed and epoch alone. An epoch counts once an optimizer has made a step between two
-    of its indices, so evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
+    The order depends on seed and epoch alone. An epoch counts once an optimizer has made a step between two indices, so
+    evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
     """
     from torch.utils.data.distributed import DistributedSampler
 
@@ -328,7 +327,7 @@ class Profiler:
     """Sends a result file: its path in the results folder, and its content."""
     note: Callable[[str], None]
     _profile: profile | None = field(default=None, init=False)
-    """The running profiler of steps. None before `watching`, after the trace and after a failure."""
+    """None before `watching`, after the trace and after a failure."""
 
     @contextlib.contextmanager
     def watching(self, asked: Profile | None) -> Iterator[None]:
