@@ -108,9 +108,9 @@ class WrittenShards:
     """Number of the attempt's `save_sharded` call, from 0. Several calls may have the same training step."""
     step: int
     size: int = 0
-    """Of all ranks' objects together."""
+    """Bytes of all ranks' objects together."""
     digest: str = ""
-    """Of `digests.json`."""
+    """SHA-256 of `digests.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     failure: str | None = None
 
@@ -121,9 +121,9 @@ class ShardedCheckpoint:
     step: int
     uri: str
     size: int
-    """Of all ranks' objects together."""
+    """Bytes of all ranks' objects together."""
     digest: str
-    """Of `digests.json`."""
+    """SHA-256 of `digests.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     is_evaluated: bool = field(default=False, compare=False)
     """`metrics` includes those of `Gang(evaluate=...)`."""

@@ -31,6 +31,7 @@ CONSEQUENCES = re.compile(
     r"|remote process|store->|tcpstore|timed out (after|waiting)",
     re.IGNORECASE,
 )
+"""Texts of errors that torch, gloo and NCCL raise in a rank whose peer has ended."""
 CERTAIN_TYPES = (ImportError, NameError, SyntaxError, NoDebuggerError, BdbQuit)
 """Errors that the same code raises again in each attempt, such as `BdbQuit` by `q` in a debugger."""
 SIGNALS_TO_CALLERS = (StopIteration, StopAsyncIteration, CancelledError, BdbQuit)

@@ -70,7 +70,7 @@ def _signature(called: Callable[..., Any]) -> inspect.Signature:
 
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Include defaults."""
+    """Return a call's arguments by name, including defaults."""
     try:
         bound = inspect.signature(function_of(function)).bind(*args, **kwargs)
     except (TypeError, ValueError):  # no signature, as of a few builtins

@@ -206,7 +206,7 @@ class AgentLauncher(Protocol):
     """
 
     workers: Sequence[str]
-    """Names for users, in rank order."""
+    """Workers of the first attempt (names for users), in rank order."""
     num_wanted: int
     host: str
     """IP address at which the workers can reach the driver."""

@@ -24,7 +24,7 @@ class Node:
     gpu_uuids: tuple[str, ...] = ()
     """UUIDs, also of MIG instances, in the order of `gpus`: "" if unknown, and none if all are."""
     interface: str | None
-    """Reaches the driver."""
+    """Network interface that reaches the driver."""
     versions: dict[str, str]
     """Versions that must equal the driver's."""
 
