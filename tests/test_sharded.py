@@ -83,6 +83,12 @@ def test_what_changes_after_the_call_is_not_written(tmp_path: Path) -> None:
         assert content["groups"][0]["params"] == [0, 1]
 
 
+def test_views_of_a_large_tensor_are_written_alone(tmp_path: Path) -> None:
+    large = torch.zeros(1 << 20)
+    entry = Rank(tmp_path).save({"first": large[:2], "second": large[2:4]}, 1)
+    assert entry.size < 1 << 14
+
+
 def test_the_state_itself_is_not_held(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     large = {"weights": torch.ones(1000), "list": [1, 2]}

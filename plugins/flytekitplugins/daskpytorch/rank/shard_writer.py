@@ -10,6 +10,7 @@ the digest of `digests.json`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
@@ -204,7 +205,8 @@ def _save(data: torch.Tensor | io.BytesIO, stream: Any) -> None:
     if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
     else:
-        torch.save(data.detach(), stream)
+        is_view = data.untyped_storage().nbytes() != data.nbytes  # `torch.save` would write all of the storage
+        torch.save(data.clone() if is_view else data, stream)
 
 
 def _divided(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
@@ -237,7 +239,44 @@ def with_retries(act: Callable[[], T], complain: Callable[[Exception], object] =
     return act()
 
 
-# ---- States that a checkpoint cannot give back
+# ---- States
+
+
+def copied_to_host(value: Any, before: Any = None) -> Any:
+    """Return a copy of a state in host memory, which later training steps leave unchanged.
+
+    Torch's own stagers are not used: that of torch 2.6 does not copy tensors on the CPU.
+
+    Args:
+        value: The state, or a part of it.
+        before: Copy of an earlier state, whose memory the new copy may use.
+    """
+    if isinstance(value, dict):
+        old = before if isinstance(before, dict) else {}
+        return {key: copied_to_host(each, old.get(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        olds = before if isinstance(before, list | tuple) and len(before) == len(value) else [None] * len(value)
+        return type(value)([copied_to_host(each, old) for each, old in zip(value, olds, strict=True)])
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    with torch.no_grad():
+        return _copied_tensor(value.detach(), before)
+
+
+def _copied_tensor(tensor: torch.Tensor, before: Any) -> torch.Tensor:
+    if type(before) is type(tensor) and not hasattr(tensor, "local_shards") and _outline(before) == _outline(tensor):
+        _local(before).copy_(_local(tensor))
+        return before  # type: ignore[no-any-return]
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _outline(tensor: Any) -> tuple[Any, ...]:
+    spread = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+    return tensor.dtype, tensor.shape, _local(tensor).shape, *spread
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def check_savable(state: dict[str, Any]) -> None:

@@ -51,6 +51,8 @@ class ShardedCheckpoints:
         """Called as a sign of life during a write or read, as a large state takes longer than a step."""
         self._worker = Worker(name="sharded")
         self._num_saves = 0
+        self._copy: dict[str, Any] = {}
+        """Copy of the newest state, whose memory the next copy uses."""
         self._writer: ShardWriter | None = None
         self._world: ProcessGroup | None = None
         self._group: ProcessGroup | None = None
@@ -118,24 +120,13 @@ class ShardedCheckpoints:
     def _staged(self, state: Mapping[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.stateful import Stateful
 
-        from flytekitplugins.daskpytorch.rank.shard_writer import check_savable
+        from flytekitplugins.daskpytorch.rank.shard_writer import check_savable, copied_to_host
 
         self._check_place()
         plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         check_savable(plain)
-        staged: dict[str, Any] = self._stager.stage(plain)
-        return staged
-
-    @functools.cached_property
-    def _stager(self) -> Any:
-        """With a newer torch, each save uses the memory of the save before."""
-        import torch
-        from torch.distributed.checkpoint import staging
-
-        if not hasattr(staging, "DefaultStager"):
-            return staging.BlockingAsyncStager()
-        options = {"use_shared_memory": False, "use_async_staging": False, "use_non_blocking_copy": False}
-        return staging.DefaultStager(staging.StagingOptions(use_pinned_memory=torch.cuda.is_available(), **options))
+        self._copy = copied_to_host(plain, self._copy)
+        return self._copy
 
     def _own_group(self) -> ProcessGroup | None:
         """All ranks together make a new group for each default group.
@@ -178,7 +169,7 @@ class ShardedCheckpoints:
         self._writer = writer = ShardWriter(files, folder, moved=self._moved)
         failure = None
         try:
-            save(staged, storage_writer=writer, process_group=group, no_dist=group is None)
+            save(staged, storage_writer=writer, process_group=group)
         except BaseException as error:  # CheckpointException is no Exception
             failure = _told(error)
         if self._rank == 0:
@@ -226,14 +217,13 @@ class ShardedCheckpoints:
 
 def _read(reader: ShardReader, state: dict[str, Any]) -> tuple[BaseException, str] | None:
     """Return the first rank's error and its text."""
-    from torch import distributed
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from flytekitplugins.daskpytorch.rank.shard_reader import Planner
 
     try:
-        load(state, storage_reader=reader, planner=Planner(), no_dist=not distributed.is_initialized())
+        load(state, storage_reader=reader, planner=Planner())
     except CheckpointException as error:
         return next(iter(sorted(error.failures.items())))[1][0], _told(error)
     return None
