@@ -17,6 +17,8 @@ SAMPLES = 12
 PRIME = 2_147_483_647
 TAIL = 5
 """Number of steps from the order to finish to the last step."""
+SILENCE = 17.0
+"""Seconds after which a suspended worker is sure to count as lost: 15, and time for the looks at it."""
 LONG_STOP = 20.0
 """Duration of a long suspension, in seconds. All timeouts for a silent process are shorter, at most an agent's 15."""
 SHORT_STOP = 2.0
@@ -504,12 +506,18 @@ def _judge_blame(schedule: Schedule, story: Story) -> Iterator[str]:
 def _is_covered(made: Made, schedule: Schedule, story: Story) -> bool:
     """True if the failure that another fault explains also covers this fault.
 
-    A suspended worker may be killed, or may not answer when the gang ends for another reason. An earlier fault may also
-    be ending the attempt's ranks when this fault hits them.
+    A suspended worker may be killed, or may not answer when the gang ends for another reason. It goes on early if all
+    processes are suspended and continued meanwhile, and a gang may end before it counts as silent. An earlier fault may
+    also be ending the attempt's ranks when this fault hits them.
     """
     later = [defeat for defeat in _defeats(story) if defeat[0] >= made.at]
     if made.fault.signum == Signals.SIGSTOP:
-        return bool(later)
+        is_continued = any(
+            other.fault.target == "everything" and other.fault.seconds is not None and other.at > made.at
+            for other in story.made
+        )
+        ends = [event["at"] for event in story.of_kind("ended")]
+        return bool(later) or is_continued or any(end < made.at + SILENCE for end in ends)
     earlier = [other for other in story.made if other is not made and other.at <= made.at]
     return any(_explains(made, schedule.setting, *defeat) for defeat in later) or any(
         _explains(other, schedule.setting, *defeat) for other in earlier for defeat in later[:1]
@@ -563,6 +571,8 @@ def _judge_stop(schedule: Schedule, story: Story) -> Iterator[str]:
     asked = [made for made in asked if made.fault.target in ("driver", "everything", "nanny", "pod")]
     if not asked or (asked[0].fault.target in ("driver", "everything") and not schedule.setting.heeds_sigterm):
         return
+    if any(made.fault.signum == Signals.SIGSTOP and made.at <= asked[0].at for made in story.made):
+        return  # a suspended worker's ranks do not hear that the others hold
     attempt = max((note.attempt for note in story.notes if note.at < asked[0].at), default=0)
     trained = max((note.step for note in story.notes if note.attempt == attempt and note.kind == "step"), default=0)
     kept = [event["step"] for event in story.of_kind("kept")]

@@ -266,7 +266,7 @@ def copied_to_host(value: Any, before: Any = None) -> Any:
 def _copied_tensor(tensor: torch.Tensor, before: Any) -> torch.Tensor:
     if type(before) is type(tensor) and not hasattr(tensor, "local_shards") and _outline(before) == _outline(tensor):
         _local(before).copy_(_local(tensor))
-        return before  # type: ignore[no-any-return]
+        return before
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
