@@ -203,6 +203,7 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     command = [COMMAND, "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
     with (folder / "log").open("wb") as log:
         env = {name: value for name, value in os.environ.items() if name != MARK}  # it is no single test's
+        env["TMPDIR"] = str(folder)  # for its logs
         process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     return process, f"http://127.0.0.1:{options['s3.port']}"
 
