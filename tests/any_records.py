@@ -1,7 +1,5 @@
 """Any records that ranks may log, also such as nobody would expect: strategies for Hypothesis."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

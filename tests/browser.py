@@ -1,7 +1,5 @@
 """Opens a Deck in headless Chromium, as Flyte's console shows it; and the pages of the documentation."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """A clock for tests."""
 
-from __future__ import annotations
-
 
 class Clock:
     """Stands still but where a test moves it."""

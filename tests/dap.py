@@ -1,7 +1,5 @@
 """An editor's side of the Debug Adapter Protocol, as far as a test needs it."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The examples in the docstrings of all public names."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import inspect

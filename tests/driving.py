@@ -5,8 +5,6 @@
 The ranks' sum is left in the folder. They train "once", or "stopped" by the driver, which is "preempted" by a signal.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

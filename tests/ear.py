@@ -1,7 +1,5 @@
 """A driver's ear whose gang's state only returns what it hears."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import socket

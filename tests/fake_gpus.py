@@ -1,7 +1,5 @@
 """GPUs for tests: a library in place of nvidia-ml-py, and Dask workers that take themselves to have these GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

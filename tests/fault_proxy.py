@@ -1,7 +1,5 @@
 """An HTTP proxy before an S3 server that answers some requests wrongly. It runs in a thread of the tests' process."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import re

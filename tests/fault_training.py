@@ -1,7 +1,5 @@
 """A training whose result is known, and ways to break it: what the tests of faults run, and how they watch it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """Gangs of real ranks on this machine: with this process as their driver, or without a driver."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

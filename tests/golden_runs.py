@@ -4,8 +4,6 @@ The tests make pages, terminal lines and trackers' calls from these journals, wh
 have changed.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Photo-like pictures, made from a seed, for the tests of image reading."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

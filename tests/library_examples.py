@@ -4,8 +4,6 @@ All see four samples in each step, two on each rank: only ranks that train toget
 process makes of all four. On its own a rank would take two steps where both take one.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

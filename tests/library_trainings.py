@@ -3,8 +3,6 @@
 They shuffle, drop out, and have an optimizer with a memory: the result is the undisturbed one only if all comes back.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

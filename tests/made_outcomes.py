@@ -1,7 +1,5 @@
 """Outcomes of experiments that nobody had to train, for the tests of sweeps and their charts."""
 
-from __future__ import annotations
-
 import torch
 
 from tasks.char_lstm import EpochMetrics, TrainingResult

@@ -8,8 +8,6 @@ a virtual environment of its own, which is removed again; torch with its CUDA ta
 cache (`uv cache clean`). A Python that is not found here is said to be missing, not passed over.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,7 +1,5 @@
 """Writes digits as MNIST's own files, in torchvision's layout."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Other users of this machine, as far as a test can have them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

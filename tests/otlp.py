@@ -1,7 +1,5 @@
 """A receiver of OpenTelemetry's metrics over HTTP, and the names that Prometheus gives to them."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

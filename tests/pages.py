@@ -1,7 +1,5 @@
 """The README and the pages of docs/, whose blocks of code the tests run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fork servers that import what ranks of tests need: once, and not in every rank anew. Preloaded by Dask's workers."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

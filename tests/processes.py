@@ -1,7 +1,5 @@
 """Real schedulers, workers and containers' commands as processes, for the integration tests."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Two processes that retrain at the same time. A script of the tests."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

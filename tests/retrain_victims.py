@@ -1,7 +1,5 @@
 """A retraining that dies at a stage. A script of tests; its last line is what the retraining returned."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

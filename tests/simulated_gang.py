@@ -1,7 +1,5 @@
 """A gang whose driver's brain is real and whose agents, ranks and clock are simulated: any order of events, at once."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -3,8 +3,6 @@
 `python tests/specs.py` writes them anew to tests/specs/*.yaml, to be read and committed with the change.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import sys

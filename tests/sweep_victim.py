@@ -4,8 +4,6 @@ A model of three epochs saves a checkpoint after each, and ends when the file `l
 Files called `pid-0` and so on say in which process each model is.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Goodput: the driver assigns every second of a gang to one phase. Events and the clock are simulated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An agent carries out the driver's orders. The agent and its ranks are real, and the test plays the driver."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib

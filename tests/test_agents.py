@@ -3,8 +3,6 @@
 What follows from agents that come, go and fall silent is in `test_brain`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from clock import Clock

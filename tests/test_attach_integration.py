@@ -3,8 +3,6 @@
 `Gang(on_error="hold")` keeps a rank in post-mortem mode after its exception, and the gang still, for a set time.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The networks of transfer learning: their heads, and the weights from which they start."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Flyte's own code compiles and runs our tasks as the README promises. Golden files hold the results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attempts of Flyte 2 tasks leave what Flyte 2's executor needs to read, and one with equal paths goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The error names the rank that failed first. One test per rule of blame, and the error that the user sees."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Memory is bounded: no part of the driver keeps more records, however much the ranks log."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

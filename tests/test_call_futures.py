@@ -1,7 +1,5 @@
 """The futures of a call are settled whatever a callback does, and a wait that could never end is refused."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

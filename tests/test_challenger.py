@@ -1,7 +1,5 @@
 """A retraining promotes or rejects its new model correctly, in a registry in a local folder."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

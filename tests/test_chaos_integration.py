@@ -3,8 +3,6 @@
 A few of each in every run, so that neither benchmark can be broken for days.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 `test_transfer.py` holds that such a training resumes bit for bit, whenever it was interrupted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

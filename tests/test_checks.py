@@ -1,7 +1,5 @@
 """Each hyper-parameter class reports all of its invalid values in one error."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One gang at a time uses a checkpoint address. The next gang may use it once the one before has ended."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The driver connects to a cluster, makes a local one, or reports that no scheduler answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue

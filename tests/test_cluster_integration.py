@@ -1,7 +1,5 @@
 """Gangs run on clusters with TLS."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@
 for bit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """The user's code and arguments are pickled so that they run on machines without the project."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import io

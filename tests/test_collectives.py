@@ -1,7 +1,5 @@
 """The error of a hang or mismatch names the collectives in which the ranks' records differ."""
 
-from __future__ import annotations
-
 import pytest
 
 from flytekitplugins.daskpytorch.driver.collectives import compare, in_words, named, users_frames

@@ -1,7 +1,5 @@
 """The code blocks of docs/coming_from.md run in a gang."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

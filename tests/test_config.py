@@ -1,7 +1,5 @@
 """Every config works, or is refused before anything starts, with an error that names the wrong field."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """`current_rank()`: rank 0 of 1 outside a gang, plain numbers in records, silent forks, stops at the same step."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

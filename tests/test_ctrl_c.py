@@ -1,7 +1,5 @@
 """Ctrl-C during a task ends the gang in good order. A second Ctrl-C ends the process at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Gangs survive failures of Dask: cases 20 to 35 of the project's list of faults, by number."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Dask's functions work in a rank: client, worker and shared objects, with workers as threads or processes."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sys

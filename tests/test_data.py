@@ -1,7 +1,5 @@
 """`S3ImageFolder` checks its arguments without a server. test_s3_*_integration.py has tests with a server."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """All times after SIGTERM follow from one grace period."""
 
-from __future__ import annotations
-
 import pytest
 
 from flytekitplugins.daskpytorch.driver.state import Deadlines

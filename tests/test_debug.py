@@ -1,7 +1,5 @@
 """Debug mode: the calling process is the only rank, checkpoints and trackers work, and nothing stays behind."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

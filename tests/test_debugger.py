@@ -1,7 +1,5 @@
 """Debugged ranks are not hung, and one at a time has the driver's terminal. Others cannot open a rank's debugger."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

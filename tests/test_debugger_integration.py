@@ -1,7 +1,5 @@
 """`breakpoint()` in ranks of a real `pyflyte run`, with and without a terminal, and editors that attach."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The Deck of a training shows the right content, and its recorder keeps bounded data."""
 
-from __future__ import annotations
-
 import base64
 import math
 import re

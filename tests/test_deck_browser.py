@@ -1,7 +1,5 @@
 """Decks in a real browser: everything is drawn, labelled, and within the page."""
 
-from __future__ import annotations
-
 import pytest
 
 from browser import Inspected, inspect

@@ -1,7 +1,5 @@
 """The Deck's tabs of inputs and outputs hide secrets, escape text, make tables, and read no file."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from dataclasses import dataclass, field

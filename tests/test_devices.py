@@ -1,7 +1,5 @@
 """Each rank gets its own GPU and the nearest NUMA node. The GPUs and the kernel's answers are simulated."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The digits load from a directory, a mirror, or scikit-learn if the network is down."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`dispatch` refuses wrong calls before anything starts. Futures follow the simulated end of a gang."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import signal

@@ -1,7 +1,5 @@
 """Gangs train on real Dask clusters. Schedulers, workers and ranks are separate processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The wheel, the source distribution, the changelog and the repository's forms are fit for a release."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

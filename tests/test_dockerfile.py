@@ -1,7 +1,5 @@
 """The image holds no secret, runs as user 1000 on a read-only root, and has the backend's commands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The code blocks of the README and of the pages in docs/ run, and the file trees in them are up to date."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The documentation's site contains all public names, and loads nothing from any network."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The doctor draws the right verdict from each finding."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """The doctor on a real cluster: no problem, a worker with another torch, busy workers, silent workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

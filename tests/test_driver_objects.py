@@ -1,7 +1,5 @@
 """Objects with the driver's rank and world size are refused, or made again, in the ranks of a gang."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

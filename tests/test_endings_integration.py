@@ -1,7 +1,5 @@
 """A rank ends as a Python program does. Each other kind of end is reported."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import atexit

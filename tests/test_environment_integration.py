@@ -1,7 +1,5 @@
 """Variables of `Gang(environment=...)` act in each rank as if they had been set before its Python started."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -3,8 +3,6 @@
 `test_brain.py` has all orders of events.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real gangs evaluate checkpoints beside real trainings: on a worker of their own, or beside the ranks of a task."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

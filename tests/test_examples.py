@@ -1,7 +1,5 @@
 """Every public name has an example in its docstring, and the examples do what they say."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

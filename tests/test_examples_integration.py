@@ -1,7 +1,5 @@
 """The docstring examples that need a cluster, or pictures in a bucket, do what they say."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The core works without optional packages. A config that needs a missing package raises an error."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

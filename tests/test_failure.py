@@ -1,7 +1,5 @@
 """A rank's exception reaches the driver as a record, and is rebuilt there in its own type where possible."""
 
-from __future__ import annotations
-
 import asyncio
 import builtins
 import copyreg

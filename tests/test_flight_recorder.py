@@ -1,7 +1,5 @@
 """The record of a rank's collectives with torch's NCCL backends. The entries come from torch's `fake` backend."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Real ranks that call mismatched collectives: their records, and the error that names the mismatch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Rank 0's return value becomes the task's outputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """The task types for Flyte 2, as its backend and its users see them. No rank runs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Ctrl-C during a Flyte 2 task at a terminal: the gang ends, logs it, and leaves the terminal intact."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

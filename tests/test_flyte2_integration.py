@@ -1,7 +1,5 @@
 """Flyte 2 tasks under a local `flyte.run`: real ranks of a real gang, in this process's own fork server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

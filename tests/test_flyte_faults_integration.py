@@ -3,8 +3,6 @@
 Cases 44 and 45 are in test_task_integration.py, case 48 in test_streams_integration.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Messages arrive complete, whatever pieces the network delivers, and without bytes of the next message."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A GPU with a fault is found before its rank uses the GPU. The faults come from a library in place of NVML."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

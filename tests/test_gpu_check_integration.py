@@ -1,7 +1,5 @@
 """A gang leaves a GPU out that does not pass its check. Workers and ranks are real, GPUs and NVML are simulated."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `test_gpu_integration.py` has a GPU without memory.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys

@@ -1,7 +1,5 @@
 """A caller without the gang's token is refused, and nothing that it sends is unpickled."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The hang detector finds the rank that holds up the others, by collectives and stacks."""
 
-from __future__ import annotations
-
 import pytest
 
 from flytekitplugins.daskpytorch.driver.parts.hang import (

@@ -1,7 +1,5 @@
 """A node finds its cores, memory, network interfaces and GPUs."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import socket

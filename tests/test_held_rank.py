@@ -1,7 +1,5 @@
 """A rank that is held after its exception reports that exception, whatever comes meanwhile, and obeys Ctrl-C."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Hints come for likely mistakes, and only for these."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Every decoder returns the same pixels, and no broken picture counts as complete."""
 
-from __future__ import annotations
-
 import importlib.abc
 import io
 import struct

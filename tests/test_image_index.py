@@ -1,7 +1,5 @@
 """An index finds the pictures in a listing. Their cache returns complete files of the current version, up to a size."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dataclass inputs: a misspelt key or a value of the wrong type is an error, and never dropped."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, field

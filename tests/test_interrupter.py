@@ -1,7 +1,5 @@
 """A rank leaves an interrupted call at the collective that the driver names, and never in the middle of a message."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -3,8 +3,6 @@
 `python tests/golden_runs.py` made the journals by real runs. `pytest --force-regen` makes what is compared anew.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The gangs of a task have the same keys in every attempt, whatever the arguments of their calls."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Libraries find the gang's rank and world size. test_libraries_integration.py has the refusals."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 One gang for each kind runs all of `library_examples.py`: the fork servers import the libraries once for all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Messages of agents reach the driver complete and in order, and no agent delays the others."""
 
-from __future__ import annotations
-
 import pickle
 import queue
 import socket

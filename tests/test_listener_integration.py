@@ -1,7 +1,5 @@
 """Gangs that are cancelled during their start. Agents and ranks are real, in one process with the driver."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

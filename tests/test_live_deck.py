@@ -1,7 +1,5 @@
 """The Deck during a training: when and where it is published, and that a failure does no harm."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator

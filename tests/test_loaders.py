@@ -1,7 +1,5 @@
 """A SIGTERM to all processes does not disturb the DataLoader workers of a real rank."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

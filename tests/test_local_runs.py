@@ -1,7 +1,5 @@
 """Checkpoints of local runs are kept, found by the next run, and removed in time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

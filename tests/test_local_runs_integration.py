@@ -1,7 +1,5 @@
 """After SIGKILL of a local run, the next run continues from its checkpoint. test_run_integration.py has Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`DASKPYTORCH_LOG=json`: one object per line for driver and ranks, at the levels of Flyte's setting."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

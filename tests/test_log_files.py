@@ -1,7 +1,5 @@
 """A disk that fails costs the log files and one message, never the agent."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each rank of a gang has log files by the names of `torchrun --log-dir`, beside its lines in the driver's log."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

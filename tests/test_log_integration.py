@@ -1,7 +1,5 @@
 """With JSON logs, all standard error of `pyflyte run` is objects, one per line, even if a rank is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

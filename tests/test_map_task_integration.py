@@ -1,7 +1,5 @@
 """Gangs as elements of a `map_task`, in this process and by the container's command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`Histogram` and `Picture`, as ranks log them."""
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

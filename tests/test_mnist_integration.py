@@ -1,7 +1,5 @@
 """The digits' workflow runs in the real `pyflyte`."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """`ModelFutures`: results, records, errors and the notebook's table. Gangs start on free workers. No gang runs."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

@@ -1,7 +1,5 @@
 """`dispatch.map` trains many models at once on a real cluster, each as a gang."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The names of the pet names example are read, cleaned and split correctly."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import os

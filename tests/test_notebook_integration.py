@@ -1,7 +1,5 @@
 """Notebooks of Jupyter: tables, interrupts of cells, runs that outlive their kernel, and gangs that stay."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

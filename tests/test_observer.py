@@ -1,7 +1,5 @@
 """An observer that fails, in the driver or in rank 0, is dropped. The others and the training go on."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading

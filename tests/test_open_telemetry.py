@@ -1,7 +1,5 @@
 """Figures for operators, which the process's OpenTelemetry exports."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

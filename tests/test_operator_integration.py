@@ -1,7 +1,5 @@
 """The real Dask operator runs our tasks' clusters, on a Kubernetes whose pods are local processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

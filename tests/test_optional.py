@@ -1,7 +1,5 @@
 """An error in code that only speeds up or measures a gang does not stop its ranks."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

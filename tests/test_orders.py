@@ -1,7 +1,5 @@
 """A rank's environment has the right variables."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`SpawnDDP`: the task as Flyte's backend sees it, and its number of ranks on a node."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each rank gets its share of the partitions."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import random

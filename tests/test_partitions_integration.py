@@ -1,7 +1,5 @@
 """Ranks on real clusters read partitions that Dask holds."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Large arguments, results and return values: in memory, files or pieces, all come out as they went in."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource

@@ -1,7 +1,5 @@
 """The pet names' workflow, the main example, runs in the real `pyflyte`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

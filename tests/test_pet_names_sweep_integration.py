@@ -1,7 +1,5 @@
 """Sweeps and scaling of pet names run in the real `pyflyte`, and their Decks in a real browser."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

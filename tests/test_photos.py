@@ -1,7 +1,5 @@
 """The generated photographs: equal for equal seeds, with twenty breeds, of many sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tasks.photos import BREEDS, write_photos

@@ -1,7 +1,5 @@
 """Classes of a script, and the interpreter's own objects, in the script's ranks and on the way back."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

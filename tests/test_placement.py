@@ -1,7 +1,5 @@
 """The driver assigns workers, ranks, GPUs, cores and the backend correctly."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs that call `init_process_group` themselves, as under `torchrun`, run in real ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

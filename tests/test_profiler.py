@@ -1,7 +1,5 @@
 """`Profile` records the right steps, counted by a rank's own optimizer."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The rank is an interpreter that does what one does before it joins its gang; it imports no torch.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

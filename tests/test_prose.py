@@ -1,7 +1,5 @@
 """Docstrings and pages keep to plain sentences: shares of sentences that read badly stay below a ceiling."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator

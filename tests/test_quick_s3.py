@@ -1,7 +1,5 @@
 """Obstore and s3fs write and read the same shards. s3fs takes over whatever obstore cannot do."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from datetime import UTC, datetime, timedelta

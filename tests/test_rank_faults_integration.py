@@ -1,7 +1,5 @@
 """A rank that fails or hangs costs a restart, and is blamed: cases 1 to 19 of the list of faults."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

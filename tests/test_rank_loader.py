@@ -1,7 +1,5 @@
 """`RankLoader`: gangs of any size resume without losing or repeating an item, also with loader workers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """Gangs that lose a rank in mid-epoch see each item once: case 40 of the project's list of faults."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rank's log records reach its agent: several per message, none lost, all in order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from multiprocessing import Pipe

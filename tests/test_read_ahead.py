@@ -1,7 +1,5 @@
 """The pictures of the next batch are requested before the loop asks for them."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections import Counter

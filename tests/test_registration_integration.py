@@ -1,7 +1,5 @@
 """All workflows can be registered, and the backend receives the recorded specs."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

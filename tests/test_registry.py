@@ -1,7 +1,5 @@
 """The registry of models keeps versions and promotions, and refuses invalid changes."""
 
-from __future__ import annotations
-
 import hashlib
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Registries survive simultaneous retrainings, and failures of an S3 server. test_retrain_integration.py has kills."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping

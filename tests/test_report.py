@@ -1,7 +1,5 @@
 """Pieces of report pages: no name or value breaks them, they stay small, and load nothing."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """Submitted results become files: pieces, buffer and paths, and the folder of a task, here and on a real S3 server."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

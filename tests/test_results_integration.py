@@ -1,7 +1,5 @@
 """Submitted results of real gangs become files, complete and in order, whatever happens to the ranks."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

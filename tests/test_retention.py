@@ -1,7 +1,5 @@
 """`Keep` keeps the right checkpoints, for any metrics."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

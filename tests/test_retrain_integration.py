@@ -1,7 +1,5 @@
 """Daily retrainings promote the right models, and leave a valid registry if one is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A rank that returns while others wait for it fails them as under `torchrun`, and work that needs no rank goes on."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

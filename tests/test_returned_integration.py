@@ -1,7 +1,5 @@
 """Large return values of real ranks: the memory that they take, and ranks that die during the transfer."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

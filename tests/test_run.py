@@ -3,8 +3,6 @@
 Here in debug mode, in this process; `test_run_integration.py` has real workers.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import types

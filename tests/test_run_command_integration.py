@@ -1,7 +1,5 @@
 """The command `daskpytorch run` runs a script in ranks as `torchrun` does, and ends with the exit code of its rank."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`dispatch.run` on real workers: its display at a terminal, Ctrl-C and the same command again, a number of workers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Scripts and modules run in a gang's ranks as `torchrun` runs them, and their folder travels to other machines."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import os

@@ -1,7 +1,5 @@
 """`S3ImageFolder` reports or survives faults of a real S3 server, its objects and its network."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

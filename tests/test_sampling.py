@@ -1,7 +1,5 @@
 """Splits share no equal items between training and test, and batches cover every item once."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Temporary folders are removed with their process, even after a kill."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

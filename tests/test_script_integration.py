@@ -1,7 +1,5 @@
 """A user's script with a gang: the ranks find in `__main__` what the script defines."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A `Search` on a real cluster suggests experiments late, prunes models, and resumes."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data from outside runs no code, and secrets appear nowhere."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

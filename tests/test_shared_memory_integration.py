@@ -1,7 +1,5 @@
 """Large arguments reach each worker once, whatever happens to its ranks, and no memory is left behind."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

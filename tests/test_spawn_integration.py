@@ -1,7 +1,5 @@
 """`SpawnDDP` tasks as users and the backend run them: real ranks of a real gang on this node."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import os

@@ -3,8 +3,6 @@
 Schedulers, workers and ranks are real.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

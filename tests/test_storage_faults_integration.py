@@ -1,7 +1,5 @@
 """Gangs survive failures of storage: cases 36 to 39 of the project's list of faults, by number."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

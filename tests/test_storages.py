@@ -1,7 +1,5 @@
 """Tensors of all kinds are pickled unchanged, and without copies of their memory."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Scripts without standard streams, at Ctrl-C, and at signals to all their processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The display of many models, in a terminal and without one."""
 
-from __future__ import annotations
-
 import io
 from functools import partial
 

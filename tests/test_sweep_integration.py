@@ -1,7 +1,5 @@
 """A sweep on a real cluster stops poor models early, streams records, and gives every model its own run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

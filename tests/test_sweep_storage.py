@@ -1,7 +1,5 @@
 """`dispatch.map(storage=...)`: files of a sweep, their use by the next call, and errors about differences."""
 
-from __future__ import annotations
-
 import functools
 import uuid
 from collections.abc import Callable

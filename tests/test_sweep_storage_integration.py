@@ -1,7 +1,5 @@
 """Interrupted sweeps continue from their storage."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The workflows' sweeps: grids, outcomes of experiments, and their evaluation."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import pytest

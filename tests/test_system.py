@@ -1,7 +1,5 @@
 """On systems that cannot run gangs, or only smaller ones, the error says so, and what to do."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The task types as Flyte's backend sees them: their specs equal those of flytekitplugins-dask where they must."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Tasks as users and the backend run them: `pyflyte run`, and the container's own commands on a real cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

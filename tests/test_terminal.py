@@ -1,7 +1,5 @@
 """The display of a training, in a terminal and without one."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

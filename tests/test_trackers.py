@@ -1,7 +1,5 @@
 """TensorBoard and MLflow record what a gang reports, as their own libraries read it back."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """TensorBoard and MLflow have one run and each step once, though the gang loses a rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import partial

@@ -1,7 +1,5 @@
 """Transfer learning: alone, frozen, interrupted, and in real gangs of two ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace

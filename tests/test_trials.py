@@ -1,7 +1,5 @@
 """Early stopping stops the worst models at each rung. A `Search` reports to the user's study."""
 
-from __future__ import annotations
-
 import logging
 import math
 import pickle

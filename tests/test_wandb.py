@@ -1,7 +1,5 @@
 """Weights & Biases: the right run and key, a real record, and no disturbance of the training."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import http.server

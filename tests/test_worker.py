@@ -1,7 +1,5 @@
 """The driver's storage worker does jobs in the right order, and repeats failed ones."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

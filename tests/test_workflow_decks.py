@@ -1,7 +1,5 @@
 """The workflows' Decks, charts, pictures and files, made from numbers without a training."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

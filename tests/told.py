@@ -1,7 +1,5 @@
 """Arguments of observers' methods: a gang's shape, log records and usages, with defaults."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reads the `.wandb` file of an offline run: log records as LevelDB has them, a message of Weights & Biases in each."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

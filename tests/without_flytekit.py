@@ -1,7 +1,5 @@
 """What works where flytekit has no release: gangs on any Dask cluster. Run by tests/matrix.py in such a Python."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Runs the repository's workflows by the real `pyflyte`, each in a folder of its own."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A Kubernetes for the Dask operator: kmock's API server, and the controllers of Deployments and of owned objects."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """What a failed attempt leaves for Flyte to read: the error documents of each kind of failure that the README names."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from contextlib import redirect_stderr

@@ -3,8 +3,6 @@
 Takes minutes, and gigabytes of disk. `docker history` says how large the layers are.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

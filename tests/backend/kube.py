@@ -1,7 +1,5 @@
 """A Kubernetes with the real Dask operator in it, for tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A kubelet that runs pods as processes of this machine, each with the pod's own command, environment and address."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@ It needs Go and its module proxy, and minutes where nothing of Flyte has been co
 commit it with the change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ The variable FAKE_NVML has a file's path. The file has JSON: for each GPU's UUID
 that the GPU does not have the value. The UUID "*" stands for the driver itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

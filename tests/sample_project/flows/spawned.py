@@ -1,7 +1,5 @@
 """Tasks whose ranks run on the task's own node."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tasks that show what a rank is given, and fail in chosen ways."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
