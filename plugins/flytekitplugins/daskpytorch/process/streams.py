@@ -167,7 +167,7 @@ def say(text: str, level: int = logging.WARNING) -> None:
 
 
 def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> None:
-    """Log an event as a JSON object, if `DASKPYTORCH_LOG=json`, without values that are None."""
+    """Log an event as a JSON object, without values that are None. Call only with `DASKPYTORCH_LOG=json`."""
     set_up()
     known = {name: value for name, value in fields.items() if value is not None}
     logger.log(level, "", extra={"event": event, "fields": known})
