@@ -29,14 +29,13 @@ from flytekitplugins.daskpytorch.report.chart import best_of
 from flytekitplugins.daskpytorch.report.pieces import brief
 
 MAX_FIGURES = 6
-"""Maximum number of metrics among the key figures at the top of a Deck."""
 NUM_OPEN = 8
-"""Number of metric charts that a Deck shows unfolded. Further charts unfold at a click."""
+"""Further charts unfold at a click."""
 MAX_PAGE_POINTS = 24_000
-"""Maximum number of points in all metric charts of a Deck together. Each point adds 17 bytes to the page."""
+"""Points of all charts together. Each adds 17 bytes to the page."""
 MAX_SHOWN_RANKS = 1_000
 MIN_WIDTH, MAX_WIDTH = 112, 420
-"""Range of a picture's width on the page, in pixels."""
+"""Pixels."""
 SPEEDS = re.compile(
     r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"
 )
@@ -45,21 +44,18 @@ NOTHING_LOGGED = (
     "drawn here."
 )
 PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "preparing", "starting")
-"""Fields of `Goodput`, in the order in which a Deck's bar shows where the gang's time went."""
+"""Fields of `Goodput`, in the order of the Deck's bar."""
 
 
 def html(run: RunState, places: Mapping[str, str] | None = None) -> str:
-    """Return a run's Deck as HTML, at the time of the call. Any thread may call it.
+    """Return a run's Deck at the time of the call. Any thread may call it.
 
-    Args:
-        run: State of the run.
-        places: Addresses to list in the Deck, such as those of outputs and tracker runs, by description.
+    `places` are addresses by description, such as those of outputs and tracker runs.
     """
     return report.page(*_pieces_of(run.copy(), places or {}))
 
 
 def document(run: RunState, places: Mapping[str, str] | None = None) -> str:
-    """Return a run's Deck as a complete HTML file. See `html`."""
     return report.document(run.title, *_pieces_of(run.copy(), places or {}))
 
 
@@ -67,7 +63,6 @@ def document(run: RunState, places: Mapping[str, str] | None = None) -> str:
 
 
 def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
-    """Return the sections of a training's Deck as HTML, the most important first."""
     return [
         *_how_it_goes(run),
         *_learning(run),
@@ -97,7 +92,7 @@ def _how_it_goes(run: RunState) -> Iterable[str]:
 
 
 def figures(run: RunState) -> dict[str, object]:
-    """Return the key figures of a run by name. A figure is a value, or a value and a remark."""
+    """Return the key figures of a run. A figure is a value, or a value and a remark."""
     figures: dict[str, object] = {}
     record = run.record
     if run.metrics.epoch is not None:
@@ -121,7 +116,6 @@ def figures(run: RunState) -> dict[str, object]:
 
 
 def _newest(run: RunState) -> dict[str, object]:
-    """Return key figures by metric: all NaN and infinite values, then newest and best values from the first charts."""
     found: dict[str, object] = {}
     newest = run.values.numbers
     best = {name: _best_of(chart, name) for chart in run.charts for name in chart.best}
@@ -274,7 +268,6 @@ def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) ->
 
 
 def _address(place: str) -> object:
-    """Return a link for a local path. Return any other address unchanged."""
     path = place.removeprefix("file://")
     return report.Link(place, Path(path).as_uri()) if path.startswith("/") else place
 
@@ -293,14 +286,13 @@ def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
 
 
 TITLE = "Training"
-"""Name of the Deck or report tab with the training's page."""
 INTERVAL = 3.0
-"""Interval, in seconds, at which the training's page is checked for changes, and written if it has changed."""
+"""Seconds after which the page is written if it has changed."""
 SHARE = 0.02
-"""Maximum share of time, from 0 to 1, that writing and uploading the page takes. A slow page is written less often."""
+"""Share of time, from 0 to 1, that writing and uploading may take. A slow page is written less often."""
 MAX_INTERVAL = 60.0
 MAX_WAIT = 30.0
-"""Timeout, in seconds, for an upload of the page that is in progress when the training ends."""
+"""Seconds for an upload in progress when the training ends."""
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -316,14 +308,9 @@ def kept_up_to_date(
 ) -> Iterator[None]:
     """During the block, show and publish a training's page in a thread whenever it has changed.
 
-    After the block, show the final page, which the caller publishes.
-
-    Args:
-        state: State of the run. An exception of the block ends the run.
-        places: Function that returns paths and URLs of the training's files, by name.
-        show: Function that replaces the page's HTML by its argument.
-        publish: Function that writes or uploads the shown page.
-        at_once: True: also publish the page before the training begins.
+    After the block, show the final page, which the caller publishes. An exception of the block ends the run. `show`
+    replaces the page's HTML by its argument, and `publish` writes or uploads the page. `at_once` also publishes the
+    page before the training begins.
     """
     is_over, has_failed = threading.Event(), threading.Event()
 
@@ -363,7 +350,6 @@ def _write_all(state: RunState, write: Callable[[], None], is_over: threading.Ev
 
 
 def _last_page(state: RunState, places: Callable[[], Mapping[str, str]]) -> str:
-    """Return the HTML of the training's page. If writing it fails, return a page with the error."""
     try:
         return html(state, places())
     except Exception as error:

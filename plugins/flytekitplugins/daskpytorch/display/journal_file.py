@@ -24,19 +24,17 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.report.pieces import brief
 
 VARIABLE = "DASKPYTORCH_JOURNAL"
-"""Environment variable with the folder for journals, each named by its training's id. Empty: no journals."""
+"""Folder for journals, each named by its training's id. Empty: no journals."""
 NAME = "journal.jsonl"
-"""Name of the journal in a local run's folder, and beside a Deck in storage."""
+"""In a local run's folder, and beside a Deck in storage."""
 MAX_LINES = 10_000
-"""Number of lines of one kind after which only every second event of this kind is written, then every fourth, ..."""
+"""Lines of one kind after which only every second event of this kind is written, then every fourth, ..."""
 MAX_USAGES = 400
-"""The same number for the usage of each rank, and for accounts of time."""
+"""The same for each rank's usage, and for accounts of time."""
 
 
 @dataclass
 class _Kind:
-    """Events of one kind, which a journal thins out."""
-
     limit: int
     stride: int = 1
     num_seen: int = 0
@@ -45,7 +43,6 @@ class _Kind:
     """Newest event, if it is not written yet."""
 
     def takes(self, event: journal.Event) -> bool:
-        """Count an event, and return True if it is to be written now."""
         is_written = self.num_seen % self.stride == 0
         self.num_seen += 1
         self.num_written += is_written
@@ -56,30 +53,20 @@ class _Kind:
 
 
 class Journal(Observer):
-    """Observer that appends the events of one gang to a file. Output of ranks is left out.
+    """Appends the events of one gang to a file, without the ranks' output.
 
-    Each line is in the file when `on_event` returns, so a driver that is killed loses none. Of many log records with
-    the same metrics, and of the other frequent kinds, some are left out, but never the newest before a restart or the
-    end.
+    Each line is in the file when `on_event` returns, so a driver that is killed loses none. Of frequent kinds, and of
+    log records with the same metrics, some are left out, but never the newest before a restart or the end.
     """
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
-        """Prepare the journal. The file is opened at the first event.
-
-        Args:
-            folder: Folder of the file.
-            name: Name of the file. None: the training's id and `.jsonl`.
-        """
+        """The file is opened at the first event. `name` is by default the training's id and `.jsonl`."""
         self._folder, self._name = folder, name
         self._file: IO[str] | None = None
         self._kinds: dict[Hashable, _Kind] = {}
 
     def on_event(self, event: journal.Event) -> None:
-        """Write an event, or leave it out.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Write an event, or leave it out. Raises `OSError` if the file cannot be written."""
         if isinstance(event, journal.Began):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = (self._folder / (self._name or f"{event.training.id}.jsonl")).open("a", encoding="utf-8")
@@ -106,7 +93,7 @@ class Journal(Observer):
 
 
 def _key_of(event: journal.Event) -> tuple[Hashable, ...] | None:
-    """Return the key of events of which some may be left out. None: each such event is written."""
+    """None: each such event is written. Else some with the same key may be left out."""
     match event:
         case journal.Logged(record=record):
             return "records", record.is_evaluation, frozenset(record.metrics)
@@ -120,7 +107,7 @@ def _key_of(event: journal.Event) -> tuple[Hashable, ...] | None:
 
 
 def journal_in(folder: Path | None) -> list[Journal]:
-    """Return the journal of a gang: in the user's folder, else in this one. Empty if there is neither."""
+    """Return the gang's journal: in the user's folder, else in this one."""
     asked = os.environ.get(VARIABLE)
     if asked is not None:
         return [Journal(Path(asked).expanduser().absolute())] if asked else []
@@ -128,11 +115,9 @@ def journal_in(folder: Path | None) -> list[Journal]:
 
 
 def run_of(file: Path) -> RunState:
-    """Return the state of a run from its journal. A torn last line is left out.
+    """Return a run's state from its journal, without a torn last line.
 
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no journal, or of another version.
+    Raises `OSError`, and `ValueError` if the file is no journal, or of another version.
     """
     events = _events_in(file)
     if (first := next(events, None)) is None:
@@ -157,7 +142,6 @@ def _events_in(file: Path) -> Iterator[journal.Event]:
 
 
 MAX_EVENTS = 20
-"""Number of newest events that the command prints."""
 
 
 @click.command(short_help="Show a run from its journal, also of a driver that was killed.")

@@ -20,13 +20,9 @@ def progress(
 ) -> "ProgressDisplay | MachineLog":
     """Return the observer that shows a gang: JSON objects if `DASKPYTORCH_LOG=json`, else lines for people.
 
-    Gangs that train at the same time share one board. Lines of the second gang and of later ones begin with the key.
-
-    Args:
-        name: Name of the task, function or script. Two gangs may have the same name.
-        key: Key of the gang, unique in this process. Empty: the name without its module.
-        is_plain: True for plain lines instead of a live display.
-        unsaid: Classes of errors without a line of their own. Default: all, since a task raises its error.
+    Gangs that train at the same time share one board. Lines of the second gang and of later ones begin with the key, by
+    default the name without its module. Errors of the classes `unsaid` have no line of their own. By default none has
+    one, since a task raises its error.
     """
     if streams.is_for_machines():
         return MachineLog(name)
@@ -47,7 +43,7 @@ def echo() -> View:
 
 
 class MachineLog(View):
-    """Observer that logs each event of a gang as a JSON object, with the gang's id and the attempt's number, from 0."""
+    """Logs each event of a gang as a JSON object, with the gang's id and the attempt's number, from 0."""
 
     def __init__(self, name: str = "") -> None:
         self.state = RunState(name=name)
@@ -81,11 +77,9 @@ class MachineLog(View):
                 self._log(event)
 
     def say(self, text: str) -> None:
-        """Log a notice of the task itself."""
         self._log(journal.Noted(text=text))
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Log how the task has ended, the advice for the user, and the addresses of outputs and tracker runs."""
         streams.tell("concluded", {"text": how, "places": dict(places), "advice": advice, **self._about()})
 
     def _log(self, event: journal.Event, level: int = logging.INFO, rank: int | None = None) -> None:
@@ -104,4 +98,4 @@ class MachineLog(View):
 
 _lock = threading.Lock()
 _gangs: weakref.WeakSet[ProgressDisplay] = weakref.WeakSet()
-"""Displays of this process's gangs, whose board new gangs share until they have ended."""
+"""New gangs share the board of one that has not ended."""

@@ -15,51 +15,43 @@ from flytekitplugins.daskpytorch.report.chart import MAX_VALUE, Point, Points
 HELD_OUT = re.compile(
     r"^(held_?out|val|valid|validation|eval|evaluation|test|dev)[_/.-]|[_/.-](held_?out|val|valid|test|eval)$"
 )
-"""Pattern for the names of metrics of held-out data, which the model does not learn from."""
+"""Metrics of held-out data, which the model does not learn from."""
 TRAINING = re.compile(r"^(train|training)[_/.-]|[_/.-](train|training)$")
 KIND = re.compile(r"_(step|epoch)$")
-"""Pattern for the suffix, `_step` or `_epoch`, that Lightning adds to a metric's name."""
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
-"""Maximum number of metrics that a Deck draws. Records with and without held-out metrics count separately."""
+"""Drawn metrics. Those of records with held-out metrics count separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Metrics that share a chart in a Deck, for example `loss` and `val_loss`."""
-
     title: str
     by_step: Mapping[str, Points]
     by_epoch: Mapping[str, Points]
     best: Mapping[str, Literal["min", "max"]]
-    """Metrics whose best value is marked -> `min` or `max`. Only held-out metrics, if the chart has any."""
+    """Metrics whose best value is marked. Only held-out ones, if the chart has any."""
 
 
 @dataclass
 class Metrics:
-    """Metrics that rank 0 has logged, as curves with a bounded number of points."""
-
     is_crowded: bool = False
     """True if rank 0 has logged more metrics than a Deck draws."""
     epoch: float | None = None
     _step: float = -math.inf
-    """Newest step whose values are in the curves over steps."""
+    """Newest step in the curves over steps."""
     _steps: dict[str, Curve] = field(default_factory=dict)
-    """Curves over steps, by metric, without metrics of held-out data, such as `val_loss`.
+    """Over steps, without metrics of held-out data, such as `val_loss`.
 
-    Of a record with such metrics, the other values sum up an epoch if the step has had its record before."""
+    Of a record with such metrics, the other values sum up an epoch if the step has had its record before.
+    """
     _sums: dict[str, Curve] = field(default_factory=dict)
-    """Curves over epochs, by metric, from records with metrics of held-out data. An unknown epoch is NaN."""
+    """Over epochs, from records with metrics of held-out data. An unknown epoch is NaN."""
     _epoch_at: Curve = field(default_factory=Curve)
-    """Curve of the logged epoch over steps."""
 
     def take(self, step: int, numbers: Mapping[str, float], *, is_evaluation: bool = False) -> None:
-        """Add a record's metrics to the curves, except values that cannot be drawn, such as NaN.
+        """Add a record's metrics, except values that cannot be drawn, such as NaN.
 
-        Args:
-            step: Step of the record.
-            numbers: Metrics by name.
-            is_evaluation: True for a late record of an evaluation, which belongs to the epoch of its step.
+        A late record of an evaluation belongs to the epoch of its step.
         """
         epoch = numbers.get("epoch")
         if is_evaluation:
@@ -99,7 +91,6 @@ class Metrics:
                     del curves[name]
 
     def epoch_at(self, step: int) -> float | None:
-        """Return the last epoch that was logged up to this step. None if no epoch was logged."""
         return max(((x, epoch) for x, epoch in self._epoch_at.points if x <= step), default=(0.0, None))[1]
 
     def charts(self) -> Iterable[Chart]:
@@ -124,19 +115,17 @@ class Metrics:
         return [(float(step), value) for step, _, value in curve.kept]
 
     def _by_epoch(self, name: str) -> Points:
-        """Return a metric's points over epochs: the last value of each epoch."""
         points = self._sums[name].points if name in self._sums else []
         return list({epoch: value for epoch, value in points if not math.isnan(epoch)}.items())
 
 
 @functools.lru_cache(200)
 def is_held_out(name: str) -> bool:
-    """Return True if a metric's name, such as `val_loss`, stands for held-out data."""
     return HELD_OUT.search(name) is not None
 
 
 def base_of(name: str) -> str:
-    """Return a metric's name without the part that names the data: `loss` for `val_loss` or `train_loss`."""
+    """Return a name without the part that names the data: `loss` for `val_loss` or `train_loss`."""
     bare = HELD_OUT.sub("", TRAINING.sub("", name))
     if bare != name:
         bare = KIND.sub("", bare)

@@ -18,11 +18,9 @@ from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 ID_TAG = "daskpytorch.id"
-"""Name of the MLflow tag with the training's id, by which later attempts find the run."""
 REASON_TAG = "daskpytorch.reason"
 NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", "mlflow.source.name"
 MAX_TEXT = 5_000
-"""Maximum number of characters of an MLflow tag or parameter."""
 MAX_NAME = 250
 
 
@@ -67,7 +65,6 @@ class MLflow:
         checks.Problems("MLflow", self, rules).raise_any()
 
     def __call__(self) -> Tracker:
-        """Return a new observer that writes the MLflow run of one gang."""
         return Tracker(_Run(self))
 
 
@@ -83,12 +80,11 @@ class _Run(Run):
     def __init__(self, asked: MLflow) -> None:
         self._asked = asked
         self._logged: dict[str, int] = {}
-        """Newest logged step of each metric, by name."""
         self._metrics: list[Any] = []
         self._tags: dict[str, str] = {}
-        """Tags for the next request to MLflow, as the metrics above."""
+        """For the next request, as the metrics above."""
         self._parent: str | None = None
-        """Id of the MLflow run that contains the runs of all models of a `dispatch.map`. None for a single gang."""
+        """Run that contains the runs of all models of a `dispatch.map`. None for a single gang."""
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
         from mlflow import MlflowClient
@@ -115,7 +111,6 @@ class _Run(Run):
         self._hidden = dict(self._logged)
 
     def log(self, record: LogRecord) -> None:
-        """Queue a record's numbers and texts. `flush` sends them to MLflow."""
         from mlflow.entities import Metric
 
         at = int(1000 * record.time)
@@ -155,7 +150,7 @@ class _Run(Run):
             self._call(self._client.set_terminated, self._parent, "FINISHED")
 
     def _begin(self, training: Training, files: str | None) -> None:
-        """Find or create the training's MLflow run. A retry finds the run that a failed call has created."""
+        """Find or create the training's run. A retry finds the run that a failed call has created."""
         experiment = _experiment(self._client, self._asked.experiment, files)
         tags = {**self._asked.tags, SOURCE_TAG: training.name}
         if training.link is not None:
@@ -168,11 +163,9 @@ class _Run(Run):
         self._run = _found(self._client, experiment, training.id, name, tags)
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of MLflow's client, and return its result.
+        """Call a function of MLflow's client.
 
-        Raises:
-            ConnectionError: The tracking server does not answer.
-            MlflowException: The tracking server has answered with an error.
+        Raises `ConnectionError` if the server does not answer, and `MlflowException` for its error.
         """
         from mlflow.exceptions import MlflowException, RestException
 
@@ -187,7 +180,7 @@ class _Run(Run):
 
 
 _one_at_a_time: dict[str, threading.Lock] = {}
-"""Tracking address -> lock. Models open their runs one by one: the first creates MLflow's tables and experiment."""
+"""By tracking address. Models open their runs one by one: the first creates MLflow's tables and experiment."""
 
 
 def _store(uri: str | os.PathLike[str] | None) -> tuple[str | None, str | None]:
@@ -215,7 +208,6 @@ def _experiment(client: Any, name: str, files: str | None) -> str:
 
 
 def _found(client: Any, experiment: str, id_: str, name: str, tags: Mapping[str, str]) -> Any:
-    """Return the MLflow run whose tag has the training's id `id_`, set to running. Create the run if none exists."""
     runs = client.search_runs([experiment], filter_string=f"tags.`{ID_TAG}` = '{id_}'", max_results=1)
     if not runs:
         return client.create_run(experiment, run_name=name, tags={**tags, ID_TAG: id_})
@@ -224,6 +216,6 @@ def _found(client: Any, experiment: str, id_: str, name: str, tags: Mapping[str,
 
 
 def _key(name: str) -> str:
-    """Return the name of a metric, parameter or tag as MLflow accepts it, with underscores for refused characters."""
+    """Replace characters that MLflow refuses by underscores."""
     parts = re.sub(r"[^\w.\- /]", "_", name)[:MAX_NAME].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)

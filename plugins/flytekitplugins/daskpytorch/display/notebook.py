@@ -12,11 +12,9 @@ from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.pieces import shared
 
 MAX_CELL = 60
-"""Maximum number of characters of a cell in the table that a notebook shows of gangs."""
 REFRESH = 0.5
-"""Seconds between two updates of the table that a notebook shows of gangs."""
 UPDATE_TIMEOUT = 5.0
-"""Timeout, in seconds, for the last update of the table that a notebook shows of gangs."""
+"""Seconds for the table's last update."""
 
 
 def is_notebook() -> bool:
@@ -26,7 +24,7 @@ def is_notebook() -> bool:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return an HTML table with a column for each name in the rows, without secrets."""
+    """Return a table without secrets."""
     header = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name)) for name in header] for row in map(without_secrets, rows)]
     # A notebook has its own style, and every update would send ours again.
@@ -34,7 +32,6 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def row_of(first: dict[str, Any], record: LogRecord | None, newest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a table: the first cells, the step of the newest log record, and the metrics' newest values."""
     row = dict(first)
     if record is not None:
         row["step"] = f"{record.step} of {record.num_steps}" if record.num_steps else record.step
@@ -51,7 +48,6 @@ class LiveTable:
     """HTML in the notebook's cell that runs now, kept up to date by threads."""
 
     def __init__(self, html: Callable[[], str]) -> None:
-        """Show the HTML that the function returns now."""
         from IPython.display import HTML, display
 
         self._html, self._make_html = html, HTML
@@ -59,13 +55,9 @@ class LiveTable:
         self._handle = display(HTML(self._shown), display_id=True)
 
     def follow(self, has_ended: Callable[[float], bool]) -> threading.Thread:
-        """Update the HTML in a thread until the training has ended.
+        """Update the HTML in a thread, which this returns, until the training has ended.
 
-        Args:
-            has_ended: Function that waits up to the given seconds for the training's end, and returns True at the end.
-
-        Returns:
-            The thread, which ends after the last update.
+        `has_ended` waits up to the given seconds for the training's end, and returns True at the end.
         """
 
         def follow() -> None:

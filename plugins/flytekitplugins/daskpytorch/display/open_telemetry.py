@@ -19,25 +19,21 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import Observation
 
 MAX_METRICS = 200
-"""Maximum number of the user's metrics that a gang exports, so that names made at run time cannot fill a database."""
+"""Exported metrics of the user: names made at run time cannot fill a database."""
 MAX_RANKS = 100
-"""Maximum number of ranks whose use of their machines a gang exports."""
 SHOWN_AFTER_END = 120.0
-"""Time, in seconds, for which an ended gang's figures are exported. An SDK exports every 60 s unless told otherwise."""
+"""Seconds for which an ended gang's figures are exported. An SDK exports every 60 s unless told otherwise."""
 RESTART_KINDS = tuple(kind for kind in get_args(Kind) if kind != "closed")
-"""Kinds of failures after which a gang may restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Definition of an exported figure."""
-
     name: str
     help: str
     unit: str = ""
-    """Unit's code for OpenTelemetry (UCUM). Exporters to Prometheus name every gauge of unit "1" a ratio."""
+    """UCUM code. Exporters to Prometheus name every gauge of unit "1" a ratio."""
     label: str | None = None
-    """Attribute that the figure has in addition to `training` and `model`."""
+    """Attribute in addition to `training` and `model`."""
     is_counter: bool = False
     """True if the figure counts events from the gang's start."""
 
@@ -68,7 +64,6 @@ FIGURES = {
         Figure(name="rank_gpu_utilization", help="Use of a rank's GPU, from 0 to 1.", unit="1", label="rank"),
     )
 }
-"""Exported figures by name."""
 
 
 def values_of(run: RunState) -> dict[str, dict[str, float]]:
@@ -129,28 +124,22 @@ class OpenTelemetry:
         checks.require_extra("opentelemetry", "OpenTelemetry()")
 
     def __call__(self) -> GangFigures:
-        """Return a new observer that exports the figures of one gang."""
         return GangFigures()
 
 
 class GangFigures(View):
-    """Observer whose gang's state the meter provider's threads read."""
-
     def __init__(self) -> None:
         self.state = RunState()
 
     def on_begin(self, training: Training) -> None:
-        """Export the gang's figures from now on."""
         self.attributes = {"training": training.name, "model": "" if training.index is None else str(training.index)}
         _export(self)
 
     @property
     def is_shown(self) -> bool:
-        """True from the gang's start to some time after its end."""
         return self.state.ended_at is None or time.time() - self.state.ended_at < SHOWN_AFTER_END
 
     def samples(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
-        """Yield attributes and value of a figure, for each value that is known now."""
         own = FIGURES[name].label
         for label, value in values_of(self.state).get(name, {}).items():
             yield self.attributes if own is None else {**self.attributes, own: label}, value
@@ -160,9 +149,9 @@ class GangFigures(View):
 
 
 _gangs: list[GangFigures] = []
-"""Gangs of this process whose figures are exported, the oldest first."""
+"""Exported, oldest first."""
 _providers: list[Any] = []
-"""Meter providers that have the instruments. Instruments cannot be removed, so gangs share them."""
+"""Providers that have the instruments, which cannot be removed, so gangs share them."""
 _lock = threading.Lock()
 
 

@@ -27,34 +27,28 @@ from flytekitplugins.daskpytorch.report import Event as PageEvent
 from flytekitplugins.daskpytorch.report.chart import Points
 
 MAX_RECORDS = 100_000
-"""Maximum number of stored log records: about 46 MB of the driver's memory. Beyond, the oldest are removed."""
+"""About 46 MB of the driver's memory. Beyond, the oldest are removed."""
 MAX_EVENTS = 2_000
-"""Maximum number of events that a Deck keeps. Each further event replaces one in the middle."""
+"""Each further event replaces one in the middle."""
 MAX_SPANS = 400
 MAX_SPOILT = 20
-"""Maximum number of metrics whose first NaN or infinity a Deck shows as an event."""
 MAX_DRAWINGS = 8
-"""Maximum number of pictures and histograms in a Deck."""
 MAX_PICTURES = 500_000
-"""Maximum number of bytes of a Deck's pictures together. Others are in trackers alone."""
+"""Bytes of a Deck's pictures together. Others are in trackers alone."""
 MAX_USAGE_POINTS = 400
-"""Maximum number of points of a rank's curve of CPU, memory or GPU usage."""
 MAX_NAMES = 10_000
-"""Maximum number of metrics whose newest value is stored. Names made up at run time beyond it begin anew."""
+"""Metrics with a newest value. Names made up at run time beyond it begin anew."""
 MAX_VALUES = 200
-"""Maximum number of metrics whose newest value is kept with its step."""
 STEPS = "optimizer steps per second"
-"""Title of the chart of optimizer steps. Steps of log records have another chart, since users number them freely."""
+"""Steps of log records have another chart, since users number them freely."""
 WORKERS, RANKS, TRAINING, IDLE = "waiting for workers", "ranks start", "training", "idle"
 NO_END = "no end recorded"
 TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad"}
-"""Colours of a run's end, by its word. Other ends: warn."""
+"""By the word of a run's end. Other ends: warn."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Phase of a run: a word or two, and their colour."""
-
     word: str
     tone: Tone
 
@@ -64,13 +58,10 @@ class Values:
     """Newest value of each metric of rank 0, with its step."""
 
     record: LogRecord | None = None
-    """Newest record, completed by earlier values. None before the first record."""
     steps: dict[str, int] = field(default_factory=dict)
-    """Step of each value, by the metric's name."""
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Newest value of each numeric metric, by name."""
         return {} if self.record is None else self.record.numbers
 
     def add(self, record: LogRecord) -> None:
@@ -83,16 +74,14 @@ class Values:
 
 
 class History:
-    """Timeline of a run for the Deck: what has happened, and the phases."""
-
     def __init__(self, began_at: float) -> None:
         self.events: list[PageEvent] = []
         self.phase: Phase | None = Phase(WORKERS, "idle")
-        """Present phase. None after the end."""
+        """None after the end."""
         self._since = began_at
         self._spans: list[Span] = []
         self._in_a_row: tuple[int, int] | None = None
-        """Checkpoints that the newest event stands for: step of the first one, and their number. None: none."""
+        """Checkpoints that the newest event stands for: step of the first one, and their number."""
 
     def spans(self, now: float) -> list[Span]:
         """Return all past phases and the present one, which lasts until `now`."""
@@ -134,61 +123,56 @@ class RunState(Observer):
     name: str = ""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     clock: Callable[[], float] = time.time
-    """Present time, in seconds since the epoch. For a journal that is read again: time of its last event."""
+    """Seconds since the epoch. For a journal that is read again: time of its last event."""
     before: Sequence[LogRecord] = ()
-    """Log records from an earlier call of `dispatch.map`. A gang that resumes from a checkpoint restores the records up
-    to the checkpoint's step."""
+    """Log records from an earlier call of `dispatch.map`.
+
+    A gang that resumes from a checkpoint restores them up to its step.
+    """
     stays: bool = False
     """True for a gang that stays, which is idle between its calls."""
     training: journal.Training | None = None
     shape: Shape | None = None
     attempt: int | None = None
-    """Number of the present attempt, from 0. None before the first start."""
+    """From 0. None before the first start."""
     resumed_step: int | None = None
-    """Step of the earlier run's checkpoint that the gang went on from. None: it began from the beginning."""
+    """Step of the earlier run's checkpoint that the gang went on from."""
     formed_at: float | None = None
-    """Time at which the ranks have met for the first time, in seconds since the epoch."""
+    """When the ranks have met for the first time, in seconds since the epoch."""
     forming: float | None = None
-    """Duration of the newest start until all ranks had met, in seconds."""
+    """Seconds of the newest start until all ranks had met."""
     call: str | None = None
-    """Name of the function that a gang that stays calls now. None between calls, and in other gangs."""
+    """Function that a gang that stays calls now. None between calls, and in other gangs."""
     called_at: float = 0.0
-    """Time at which the newest call of a gang that stays began, in seconds since the epoch."""
+    """When the newest call of a gang that stays began, in seconds since the epoch."""
     records: list[LogRecord] = field(default_factory=list)
     """Newest 100,000 log records of rank 0, with numbers and strings."""
     newest: dict[str, Any] = field(default_factory=dict)
-    """Newest value of each metric of rank 0, by name."""
     values: Values = field(default_factory=Values)
-    """Newest values of rank 0 for a line of text."""
     record: LogRecord | None = None
-    """Newest log record of rank 0 in the current attempt. None before the first record."""
+    """Newest log record of rank 0 in the current attempt."""
     rate: Pace = field(default_factory=Pace)
     """Steps per second of rank 0, from its newest log records."""
     metrics: Metrics = field(default_factory=Metrics)
-    """Curves of the metrics of rank 0."""
     drawings: dict[str, tuple[int, Histogram | Picture]] = field(default_factory=dict)
-    """Newest picture or histogram of each name that rank 0 has logged, with its step."""
+    """By the name that rank 0 has logged, with the step."""
     usages: dict[int, RankUsage] = field(default_factory=dict)
-    """Newest report of each rank's usage (CPU, memory, GPU, time) in the current attempt, by rank."""
+    """Newest report of each rank in the current attempt."""
     speeds: dict[int, Pace] = field(default_factory=dict)
-    """Optimizer steps per second in the current attempt, by rank. The time before a rank's first batch is left out."""
+    """Optimizer steps in the current attempt, by rank. The time before a rank's first batch is left out."""
     goodput: Goodput | None = None
-    """Newest account of the gang's time. None before the first account."""
     checkpoints: Sequence[SavedCheckpoint] = ()
-    """Checkpoints that the gang keeps, sorted by step."""
     num_checkpoints: int = 0
-    """Number of checkpoints that the gang has made safe."""
     checkpoint: tuple[int, float] | None = None
-    """Step of the newest safe checkpoint, and the time from which its age counts. None: no checkpoint."""
+    """Step of the newest safe checkpoint, and the time from which its age counts."""
     restarts: list[tuple[int, str]] = field(default_factory=list)
     """Step (0: from the beginning) and reason of each restart."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Number of restarts after a failure, by its kind as in `GangError.kind`."""
+    """Restarts after a failure, by `GangError.kind`."""
     hints: list[str] = field(default_factory=list)
     end: End | None = None
-    """How the run has ended. None before its end."""
     num_changes: int = 0
-    """Number of events that have changed the state. Times such as durations change without events."""
+    """Events that have changed the state. Times such as durations change without events."""
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -197,7 +181,6 @@ class RunState(Observer):
         self.ended_at: float | None = None
         self.history = History(self.began_at)
         self._lines: dict[str, dict[str, Curve]] = {}
-        """Curves of the first ranks' usage (CPU, memory, GPU, steps per second), by chart and by rank."""
         self._spoilt: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,22 +203,20 @@ class RunState(Observer):
 
     @property
     def title(self) -> str:
-        """Name of the task or function, without its module."""
         return self.name.rpartition(".")[2]
 
     @property
     def now(self) -> float:
-        """Time of the run's end, or the present time before the end, in seconds since the epoch."""
+        """The run's end, or the present time before the end, in seconds since the epoch."""
         return self.ended_at or self.clock()
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request for the gang to the run's end, or to the present time."""
+        """Since the request for the gang, until the run's end."""
         return self.now - self.began_at
 
     @property
     def phase(self) -> Phase:
-        """Present phase of the run. After the end: the word of the end."""
         if self.end is not None:
             return Phase(self.end.word, TONES.get(self.end.word, "warn"))
         if (phase := self.history.phase) is not None and phase.word in (TRAINING, IDLE, NO_END):
@@ -244,12 +225,12 @@ class RunState(Observer):
 
     @property
     def last(self) -> LogRecord | None:
-        """Newest log record of rank 0 that no restart has removed. None without records."""
+        """Newest log record of rank 0 that no restart has removed."""
         return next((record for record in reversed(self.records) if not record.is_evaluation), None)
 
     @property
     def memory(self) -> int:
-        """Main and GPU memory of all ranks together, in bytes."""
+        """Bytes of main and GPU memory of all ranks together."""
         return sum(usage.memory + (usage.gpu_memory or 0) for usage in list(self.usages.values()))
 
     @property
@@ -260,7 +241,7 @@ class RunState(Observer):
 
     @cached_property
     def charts(self) -> Sequence[Chart]:
-        """Charts of the logged metrics, computed once. A Deck is drawn from a copy of the state that never changes."""
+        """Computed once: a Deck is drawn from a copy of the state that never changes."""
         return list(self.metrics.charts())
 
     # ---- The fold
@@ -335,7 +316,6 @@ class RunState(Observer):
                 self.history.tell(event, f"{name} is {value:g} at step {record.step:,}", "bad")
 
     def _draw(self, name: str, step: int, drawing: Histogram | Picture) -> None:
-        """Keep a picture or histogram, and drop the oldest ones for which the page has no room."""
         self.drawings.pop(name, None)
         if isinstance(drawing, Histogram) or len(drawing.png) <= MAX_PICTURES:
             self.drawings[name] = step, drawing
@@ -437,7 +417,6 @@ class RunState(Observer):
             self.history.enter(last, Phase(NO_END, "warn"))
 
     def cut(self, records: Sequence[LogRecord], step: float = math.inf) -> None:
-        """Replace the stored records by the given ones, up to and including a step."""
         self.records = [record for record in records if record.step <= step]
         self.newest = {name: value for record in self.records for name, value in record.metrics.items()}
 
@@ -456,7 +435,7 @@ class View(Observer):
     """Base of this package's observers that read the gang's state, which each event has changed before they get it."""
 
     state: RunState
-    """State of the run. Set by `watched`."""
+    """Set by `watched`."""
 
     def note(self, text: str) -> None:
         """Show a line that is no event of a gang."""

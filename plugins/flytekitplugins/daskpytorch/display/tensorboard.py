@@ -20,9 +20,8 @@ from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 UPLOAD_INTERVAL = 15.0
-"""Minimum number of seconds between two uploads of event files to storage."""
 UPLOAD_SHARE = 10
-"""Minimum pause between two uploads of event files, as a multiple of the last upload's duration."""
+"""Minimum pause between two uploads, as a multiple of the last one's duration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,6 @@ class TensorBoard:
 
 
 def _folder(value: object) -> str | None:
-    """Return the problem with a value of `TensorBoard.folder`. None: the value is a path or a usable URL."""
     return None if isinstance(value, os.PathLike) else checks.uri(value)
 
 
@@ -170,9 +168,9 @@ def _drawn(name: str, drawing: Histogram | Picture) -> Any:
 
 
 def _session_end(*, is_success: bool) -> Any:
-    """Return the summary that marks a run as succeeded or failed in TensorBoard's table of hyper-parameters.
+    """Mark a run as succeeded or failed in TensorBoard's table of hyper-parameters.
 
-    TensorBoard's own function for this summary, `hparams.summary`, would need TensorFlow.
+    `hparams.summary`, TensorBoard's own function, would need TensorFlow.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2

@@ -24,11 +24,10 @@ from flytekitplugins.daskpytorch.report import duration
 from flytekitplugins.daskpytorch.report.pieces import brief, name_of
 
 MAX_LINE = 2_000
-"""Maximum number of characters of a line with a record's metrics."""
 LARGE_RATE = 10.0
-"""Smallest rate, in steps per second, that is shown as a whole number."""
+"""Steps per second from which on a rate is a whole number."""
 MAX_LEFT = 1e9
-"""Longest estimate of a training's remaining time, in seconds, that is shown."""
+"""Seconds of remaining time that are shown."""
 
 
 @dataclass
@@ -40,9 +39,7 @@ class News:
     _expected: set[str] = field(default_factory=set)
     """Metrics of the epoch before. With the last of them, an epoch is complete."""
     _seen: set[str] = field(default_factory=set)
-    """Metrics of this epoch."""
     _is_told: bool = False
-    """True once this epoch has its line."""
     _newest: set[str] = field(default_factory=set)
 
     def take(self, record: LogRecord, *, is_due: bool) -> bool:
@@ -67,7 +64,6 @@ class News:
 
 
 def describe_values(values: Values) -> str:
-    """Return the newest values as a line, older ones with their step. Empty without records."""
     return "" if values.record is None else describe_record(values.record, steps=values.steps)
 
 
@@ -76,10 +72,7 @@ def describe_record(
 ) -> str:
     """Return a record as a line: epoch, step, loss, other values, samples/s.
 
-    Args:
-        record: Record with the values.
-        only: Names of the values to show. None: all values.
-        steps: Steps of values that are older or newer than the record, by name.
+    `only` names the shown values. `steps` has the steps of values that are older or newer than the record.
     """
     numbers = {name: value for name, value in record.numbers.items() if only is None or name in only}
     epoch, rate = numbers.pop("epoch", None), numbers.pop("samples_per_second", None)
@@ -94,7 +87,7 @@ def describe_record(
 
 
 def pace_in_words(record: LogRecord, speed: float | None) -> str:
-    """Return steps per second and remaining time as text. Empty if the speed is unknown, and after the last step."""
+    """Return steps per second and remaining time. Empty if the speed is unknown, and after the last step."""
     if not speed or (record.num_steps is not None and num_done(record) >= record.num_steps):
         return ""
     rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
@@ -103,42 +96,42 @@ def pace_in_words(record: LogRecord, speed: float | None) -> str:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return the text of an error, or of the `GangError` that caused it and names the failed rank, in one line."""
+    """Return an error, or the `GangError` that caused it and names the failed rank, in one line."""
     cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
     kind = "" if isinstance(cause, GangError) else f"{type(cause).__name__}: "
     return kind + one_line(str(cause).partition("\n")[0], MAX_LINE)
 
 
 PLAIN_INTERVAL = 10.0
-"""Minimum number of seconds between two lines with metrics outside a terminal. A new epoch or an additional metric is
-shown at once."""
+"""Seconds between two lines with metrics outside a terminal. A new epoch or additional metric is shown at once."""
 LIVE = ("epoch", "loss", "samples_per_second")
-"""Metrics in a live line of a wide terminal. A narrow terminal shows the loss alone."""
+"""Metrics in a wide terminal's live line. A narrow terminal shows the loss alone."""
 MAX_HELD = 10_000
-"""Maximum number of lines that wait while a rank's debugger has the terminal, or until the end of a cell with
-`%%ranks`. Older lines are dropped."""
+"""Lines that wait while a rank's debugger has the terminal, or until the end of a cell with `%%ranks`.
+
+Older lines are dropped.
+"""
 WIDE = 100
-"""Minimum width, in columns, of a terminal whose live lines have a progress bar, several metrics and the elapsed
-time."""
+"""Columns from which on live lines have a progress bar, several metrics and the elapsed time."""
 
 MIN_CALL = 1.0
-"""Seconds that a call of a gang that stays must take for a line at its end, if the call has logged nothing."""
+"""Seconds that a call which has logged nothing must take for a line at its end."""
 
 
 class Board:
     """Lines on standard error that all gangs' displays share: permanent lines, and a terminal's live lines."""
 
     output: Screen | None = None
-    """Stream of the ranks' output, which `daskpytorch run` sets. None: standard error, as for all other lines. With a
-    stream, boards have no live lines: a pipe to `tee` leads to the same terminal."""
+    """Stream of the ranks' output, set by `daskpytorch run`.
+
+    Boards then have no live lines: a pipe to `tee` leads to the same terminal. None: standard error, as for all other
+    lines.
+    """
 
     def __init__(self, console: Console | None = None, *, is_quiet: bool = False, is_plain: bool = False) -> None:
-        """Prepare the lines.
+        """`is_quiet` shows no metrics, because the user has not asked for them, or a notebook's table has them.
 
-        Args:
-            console: Console for the lines. None: standard error. A notebook gets plain lines.
-            is_quiet: True to show no metrics, because the user has not asked for them, or a notebook's table has them.
-            is_plain: True for no live lines, which a debugger's prompt would collide with.
+        `is_plain` shows no live lines, which a debugger's prompt would collide with. A notebook gets plain lines.
         """
         screen, is_terminal = cast("IO[str]", Screen()), False if is_plain or self.output is not None else None
         self._console = console or Console(
@@ -146,7 +139,6 @@ class Board:
         )
         self.is_quiet = is_quiet
         self.is_live = self._console.is_terminal and not is_quiet
-        """True if the board has live lines."""
         is_wide = self._console.width >= WIDE
         self._shown = LIVE if is_wide else ("loss",)
         self._held: deque[tuple[str, bool]] | None = None
@@ -162,12 +154,7 @@ class Board:
             weakref.finalize(self, self.bars.stop)
 
     def add(self, name: str, began_at: float) -> TaskID | None:
-        """Add a live line for a gang, and return the line's id. Return None if the board has no live lines.
-
-        Args:
-            name: Name of the gang.
-            began_at: Time from which the line counts, by `time.monotonic`.
-        """
+        """Return None if the board has no live lines. `began_at` is by `time.monotonic`."""
         if not self.is_live:
             return None
         with self._lock:
@@ -178,16 +165,13 @@ class Board:
             return line
 
     def update(self, line: TaskID, record: LogRecord, pace: str) -> None:
-        """Show a record's metrics and the pace in a live line."""
         text = describe_record(record, self._shown)
         self.bars.update(line, completed=num_done(record), total=record.num_steps, text=text, pace=pace)
 
     def rename(self, line: TaskID, name: str, text: str) -> None:
-        """Show another name and a text in a live line, without metrics and pace."""
         self.bars.update(line, name=name, text=text, pace="", completed=0, total=None)
 
     def remove(self, line: TaskID) -> None:
-        """Remove a live line."""
         with self._lock:
             self.bars.remove_task(line)
             if not self.bars.tasks:
@@ -196,9 +180,7 @@ class Board:
     def print(self, text: str, *, is_output: bool = False) -> None:
         """Write a permanent line, at once or after a rank's debugger has left the terminal.
 
-        Args:
-            text: The line.
-            is_output: True for a rank's output, which may have a stream of its own.
+        A rank's output may have a stream of its own.
         """
         with self._lock:
             if self._held is not None:
@@ -214,14 +196,14 @@ class Board:
                 self._console.file.flush()
 
     def _filled(self, text: str) -> str:
-        """Return a text whose lines are broken between words: a terminal would break figures."""
+        """Break lines between words: a terminal would break figures."""
         fill = TextWrapper(
             max(20, self._console.width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
         return "\n".join(fill.fill(line) for line in text.splitlines())
 
     def hold(self, *, is_held: bool) -> None:
-        """Hide live lines and hold back all others if `is_held` is True, else write the held lines and go on."""
+        """Hide live lines and hold back all others if `is_held`, else write the held lines and go on."""
         with self._lock:
             held, self._held = self._held or (), deque(maxlen=MAX_HELD) if is_held else None
             for text, is_output in held:
@@ -233,33 +215,27 @@ class Board:
 
 
 class Display(View):
-    """Observer that shows one gang on a board: notices, ranks' output, the error, and rank 0's metrics."""
+    """Shows one gang on a board: notices, ranks' output, the error, and rank 0's metrics."""
 
     _has_row = True
     """True if a notebook's table of all models has the account of the gang's time."""
 
     def __init__(self, board: Board, name: str = "", mark: str = "") -> None:
-        """Prepare the display.
+        """`name` is by default that of the gang's function.
 
-        Args:
-            board: Board on which the lines are written.
-            name: Name of the gang in its lines. Empty: the name of the gang's function.
-            mark: Start of notices and of output lines, such as `model 3, `, to tell many models apart. Empty for one
-                gang.
+        `mark`, such as `model 3, `, begins notices and output lines.
         """
         self.state = RunState()
         self._board = board
         self._name = name
         self._mark = mark
         self._line: TaskID | None = None
-        """Id of the gang's live line. None without a terminal, and before all ranks have joined the process group."""
+        """None without a terminal, and before all ranks have joined the process group."""
         self._is_debugging = False
         self._shown_at = 0.0
         self._news, self._row = News(), Values()
-        """Records that got a line, and the values since the last line."""
 
     def on_event(self, event: journal.Event) -> None:
-        """Show an event. The state has it already."""
         match event:
             case journal.Formed():
                 self._begin_line(event)
@@ -282,7 +258,6 @@ class Display(View):
         return self._name or self.state.title
 
     def say(self, text: str) -> None:
-        """Write a line with the gang's name."""
         self._board.print(f"{self._title}: {text}")
 
     def _begin_line(self, event: journal.Formed) -> None:
@@ -316,7 +291,6 @@ class Display(View):
             self._row = Values()
 
     def _conclude(self, error: Exception | None) -> None:
-        """Write the held lines, the error in one line, and the account of the gang's time."""
         self._close_line()
         self._tell_error(error)
         self._tell_goodput()
@@ -337,36 +311,29 @@ class Display(View):
             self._line = None
 
     def _tell_goodput(self) -> None:
-        """Write the account of the gang's time, unless the gang has ended within a minute or before it had workers."""
         goodput, is_in_table = self.state.goodput, self._has_row and self._board.is_quiet and bool(self._mark)
         if goodput is not None and goodput.total >= MIN_TOTAL and self._title and not is_in_table:
             self.say(str(goodput))
 
 
 class ProgressDisplay(Display):
-    """Observer that shows the gang of a task or of `dispatch.run` on a board, including its start and its outcome."""
+    """Shows the gang of a task or of `dispatch.run` on a board, including its start and its outcome."""
 
     _has_row = False
 
     def __init__(
         self, board: Board, name: str = "", mark: str = "", *, unsaid: tuple[type[Exception], ...] = (Exception,)
     ) -> None:
-        """Prepare the display.
+        """Errors of the classes `unsaid` have no line of their own.
 
-        Args:
-            board: Board on which the lines are written.
-            name: Name of the gang in its lines.
-            mark: Start of notices and of output lines, to tell several gangs apart. Empty for one gang.
-            unsaid: Classes of errors without a line of their own. Default: all, since a task raises its error.
+        By default none has one, since a task raises its error.
         """
         super().__init__(board, name, mark)
         self.board = board
         self.is_over = False
-        """True once `conclude` was called."""
         self._unsaid = unsaid
 
     def on_event(self, event: journal.Event) -> None:
-        """Show an event, those of the start and of a staying gang's calls included."""
         match event:
             case journal.Placed(shape=shape):
                 devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
@@ -388,7 +355,6 @@ class ProgressDisplay(Display):
         return self.state.call.rpartition(".")[2] if self.state.call is not None else super()._title
 
     def _show_called(self, event: journal.Called) -> None:
-        """Write how a call of a gang that stays has ended, if the call has failed, logged or taken a second."""
         seconds, values = event.time - self.state.called_at, describe_values(self.state.values)
         if event.end.error or values or seconds >= MIN_CALL:
             how = "failed" if event.end.is_failure else "interrupted" if event.end.error else "done"
@@ -408,13 +374,7 @@ class ProgressDisplay(Display):
             self._tell_error(error)
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Write the task's outcome, duration and last metrics, then addresses, and the account of the gang's time.
-
-        Args:
-            how: Outcome of the task in words.
-            places: Addresses of outputs, checkpoints and tracker runs, by description.
-            advice: Text on how to go on from the checkpoint that the task has kept. None: no advice.
-        """
+        """Write the task's outcome, duration and last metrics, then addresses, and the account of the gang's time."""
         self.is_over = True
         values = "" if self.state.stays else describe_values(self.state.values)
         text = f"{how} after {duration(self.state.clock() - self.state.began_at)}{values and f', {values}'}"

@@ -27,24 +27,19 @@ from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 Job = Callable[[], object]
 MAX_WAITING = 10_000
-"""Maximum number of records that are queued for a tracker. Further records are dropped, with a notice."""
+"""Queued records. Further ones are dropped, with a notice."""
 INTERVAL = 2.0
-"""Minimum number of seconds between two flushes of a tracker."""
 STALL = 10.0
-"""Timeout, in seconds, for an unreachable tracker's server at a gang's end. Queued records are then dropped."""
+"""Seconds at a gang's end after which an unreachable server's records are dropped."""
 RETRY_AFTER = 0.5
-"""Pause, in seconds, before the first retry of a failed request to a tracker. Each further retry doubles the pause."""
+"""Seconds before the first retry of a failed request. Each further retry doubles the pause."""
 CONNECT_TIMEOUT = 5.0
-"""Timeout, in seconds, for a connection to a tracker's server."""
 
 
 def knock(uri: str) -> None:
-    """Check that a tracker's server accepts connections, since trackers' own clients retry for minutes.
+    """Raise `ConnectionError` unless a tracker's server accepts connections: trackers' own clients retry for minutes.
 
     Addresses other than `http://` and `https://`, and servers behind a proxy, are not checked.
-
-    Raises:
-        ConnectionError: The server does not accept a connection.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -59,18 +54,17 @@ def knock(uri: str) -> None:
 
 
 def public(uri: str) -> str:
-    """Return a URL without user name and password."""
     return re.sub(r"//[^/@]*@", "//", uri).rstrip("/")
 
 
 State = Literal["finished", "failed", "killed"]
 STATES: Mapping[str, State] = {"done": "finished", "stopped early": "finished", "failed": "failed"}
-"""States of a tracker's run by the word of the gang's end. Other ends: killed."""
+"""By the word of the gang's end. Other ends: killed."""
 
 CLOSE_TIMEOUT = 60.0
-"""Timeout, in seconds, for sending a tracker's queued records at the gang's end."""
+"""Seconds for sending queued records at the gang's end."""
 PREEMPTED_TIMEOUT = 3.0
-"""Timeout, in seconds, for sending a tracker's queued records after a preemption."""
+"""The same after a preemption."""
 
 
 class Run:
@@ -81,17 +75,13 @@ class Run:
     """
 
     label: str
-    """Name of the tracker."""
     where: str | None = None
-    """Address of the run, for the user. None until `open` has set the address."""
+    """Address for the user. None until `open` has set it."""
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
         """Begin the tracker's run, or resume that of an earlier attempt.
 
-        Args:
-            training: Training that the run records.
-            config: Configuration of the run: inputs and the gang's shape.
-            step: Step of the checkpoint that the gang resumes from. None: the gang starts from the beginning.
+        `config` has inputs and the gang's shape. `step` is that of the checkpoint from which the gang resumes.
         """
         raise NotImplementedError
 
@@ -99,33 +89,26 @@ class Run:
         """Prepare for a restart, after which the records after `step` are logged again. None: all records."""
 
     def log(self, record: LogRecord) -> None:
-        """Log a record's numbers and texts in the tracker's run."""
         raise NotImplementedError
 
     def draw(self, record: LogRecord, name: str, drawing: Histogram | Picture) -> None:
-        """Log a histogram or picture of a record in the tracker's run."""
+        """Log a histogram or picture of a record."""
 
     def note(self, text: str) -> None:
-        """Log a notice for the user in the tracker's run."""
+        """Log a notice for the user."""
 
     def flush(self) -> None:
-        """Send the queued values to the tracker."""
+        """Send the queued values."""
 
     def close(self, state: State, reason: str | None) -> None:
-        """End the tracker's run.
-
-        Args:
-            state: Final state of the run.
-            reason: Reason for a failure, a cancellation or early stopping. None for a finished training.
-        """
+        """End the tracker's run. `reason` is None for a finished training."""
         raise NotImplementedError
 
 
 class Tracker(View):
-    """Observer that records a gang's events in a tracker's run. Only the gang's end waits for the tracker.
+    """Records a gang's events in a tracker's run. Only the gang's end waits for the tracker.
 
-    A thread calls the run's methods in order. A call is repeated after a `ConnectionError`, and skipped after any other
-    error. No error of the tracker reaches the training.
+    A thread calls the run's methods in order. No error of the tracker reaches the training.
     """
 
     def __init__(self, run: Run) -> None:
@@ -139,11 +122,9 @@ class Tracker(View):
         self._said: set[str] = set()
 
     def places(self) -> Mapping[str, str]:
-        """Return the address of the run, by the tracker's name. Empty until the run is open."""
         return {self._run.label: self._run.where} if self._run.where is not None else {}
 
     def on_event(self, event: journal.Event) -> None:
-        """Queue an event for the run."""
         match event:
             case journal.Placed(shape=shape) if self.state.attempt == 0 and self.state.training is not None:
                 training, step = self.state.training, self.state.resumed_step

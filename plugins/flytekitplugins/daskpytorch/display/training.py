@@ -16,14 +16,12 @@ from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 MAX_CONFIG_ITEMS = 20
-"""Maximum number of items of a list or dictionary that trackers and Decks show. A longer one is represented by its
-length."""
+"""Longer lists and dictionaries are represented by their length."""
 MAX_TEXT = 500
-"""Maximum number of characters of a training's input that trackers and Decks show."""
 MAX_ID = 120
 LINK_VARIABLE = "FLYTE_EXECUTION_URL"
 MAX_RANKS = 8
-"""Number of ranks, from rank 0 on, whose usage of CPU, memory and GPU is drawn in Decks and sent to trackers."""
+"""Ranks, from 0 on, whose usage is drawn in Decks and sent to trackers."""
 GIB = float(1 << 30)
 LABELS = {
     "cpu_cores": "CPU (cores)",
@@ -31,15 +29,14 @@ LABELS = {
     "gpu_memory_gib": "GPU memory (GiB)",
     "gpu_percent": "GPU utilization (%)",
 }
-"""Titles of charts and table columns of a rank's usage, by the names that `amounts` returns."""
+"""Titles of charts and columns, by the names that `amounts` returns."""
 WINDOW = 10.0
-"""Seconds over which `Pace` averages the steps per second. Longer if two reports are further apart."""
+"""Seconds over which `Pace` averages. Longer if two reports are further apart."""
 MIN_DISTANCE = WINDOW / 100
-"""Minimum number of seconds between two reports that `Pace` keeps."""
+"""Seconds between two reports that `Pace` keeps."""
 
 
 def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Training:
-    """Return the name, id and inputs of the training of a task whose function runs in the ranks."""
     short = name.rpartition(".")[2]
     return _training(name, _id(short, run_id(execution, "")), inputs)
 
@@ -47,10 +44,7 @@ def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Trai
 def of_call(
     function: Callable[..., Any], key: str, execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Training:
-    """Return the name, id and inputs of the training of one `dispatch.run`.
-
-    The id contains `key`, which distinguishes several calls in one task.
-    """
+    """The id contains `key`, which distinguishes several calls in one task."""
     if isinstance(function, Script):
         inputs = {"arguments": shlex.join(function.args)}
     else:
@@ -59,7 +53,6 @@ def of_call(
 
 
 def of_model(function: Callable[..., Any], group: str, index: int, experiment: Any) -> Training:
-    """Return the name, id and inputs of the training of one model of a `dispatch.map`."""
     training = _training(name_of(function), f"{group}-{index}", inputs_of(experiment))
     return dataclasses.replace(training, group=group, index=index)
 
@@ -105,7 +98,6 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
 
 
 def inputs_of(experiment: Any) -> dict[str, Any]:
-    """Return a model's inputs by name: the fields of its experiment, or else the whole experiment."""
     fields = fields_of(experiment)
     return {"experiment": experiment} if fields is None else {str(name): value for name, value in fields.items()}
 
@@ -120,7 +112,6 @@ def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
 
 
 def run_config(training: Training, shape: Shape) -> dict[str, Any]:
-    """Return the configuration of a tracker's run: the training's inputs, and the gang's size, backend and machines."""
     gang = {
         "world_size": shape.world_size,
         "num_workers": len(shape.nodes),
@@ -141,7 +132,6 @@ def size_of(shape: Shape) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """Return a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
@@ -164,7 +154,7 @@ def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def amounts(usage: RankUsage) -> dict[str, float]:
-    """Return a rank's usage of CPU, memory and GPU, by the names in `LABELS`. Unknown GPU usage is absent."""
+    """Return a rank's usage by the names in `LABELS`, without unknown GPU usage."""
     found = {"cpu_cores": usage.cpu, "memory_gib": usage.memory / GIB}
     if usage.gpu_memory is not None:
         found["gpu_memory_gib"] = usage.gpu_memory / GIB
@@ -177,11 +167,8 @@ def amounts(usage: RankUsage) -> dict[str, float]:
 
 
 class Pace:
-    """Steps per second over the last 10 seconds, from reports of the number of steps."""
-
     def __init__(self) -> None:
         self._reports: deque[tuple[float, int]] = deque()
-        """Reports: time (any clock, seconds) and number of steps at that time."""
 
     def add(self, moment: float, num_steps: int) -> None:
         """Add a report: a time (any clock, seconds) and the number of steps done by then.
@@ -199,24 +186,23 @@ class Pace:
 
     @property
     def per_second(self) -> float | None:
-        """Steps per second. None before the second report."""
+        """None before the second report."""
         if not self._reports or self._reports[-1][0] <= self._reports[0][0]:
             return None
         (begin, before), (end, after) = self._reports[0], self._reports[-1]
         return (after - before) / (end - begin)
 
     def clear(self) -> None:
-        """Remove all reports."""
         self._reports.clear()
 
 
 def num_done(record: LogRecord) -> int:
-    """Return the number of steps completed when a record was logged. Without `num_steps`, return the record's step."""
+    """Return the steps completed when a record was logged. Without `num_steps`, the record's step."""
     return record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
 
 
 def seconds_left(record: LogRecord, per_second: float | None) -> float | None:
-    """Return the estimated seconds for a training's remaining steps. None if their number or the pace is unknown."""
+    """None if the number of remaining steps or the pace is unknown."""
     if not record.num_steps or not per_second:
         return None
     return max(0.0, (record.num_steps - num_done(record)) / per_second)

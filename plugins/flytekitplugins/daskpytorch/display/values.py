@@ -16,25 +16,23 @@ from flytekitplugins.daskpytorch.process.streams import HIDDEN, without_secrets
 from flytekitplugins.daskpytorch.report.pieces import cells_table, element, folded, text_of
 
 MAX_SHORT = 200
-"""Maximum number of characters of a text that is shown unfolded. Longer texts unfold at a click."""
+"""Characters. Longer texts unfold at a click."""
 MAX_OPEN = 20
-"""Maximum number of rows of a table that is shown unfolded. Longer tables unfold at a click."""
+"""Rows. Longer tables unfold at a click."""
 MAX_ROWS = 500
-"""Maximum number of rows that a table shows. Further rows are only counted."""
+"""Further rows are only counted."""
 MAX_FRAME_ROWS = 10
 MAX_FRAME_COLUMNS = 50
 MAX_DEPTH = 4
-"""Maximum number of levels of nested tables. Deeper values are shown by their number of entries."""
+"""Deeper values are shown by their number of entries."""
 PLAIN = (dt.date, dt.time, dt.timedelta, decimal.Decimal, uuid.UUID, PurePath)
 
 
 def values_table(values: Mapping[str, Any], addresses: Mapping[str, str], ready: Mapping[str, str]) -> str:
-    """Return an HTML table with a row for each value: name, type and the value in short form.
+    """Return a table with a row for each value: name, type and short form.
 
-    Args:
-        values: Values by name. Values under a secret's name are hidden at every depth.
-        addresses: Addresses of values in storage, by name.
-        ready: HTML in place of a value, by name.
+    Values under a secret's name are hidden at every depth. `addresses` are in storage. `ready` has HTML in place of
+    values.
     """
     rows = []
     for name, value in values.items():
@@ -75,7 +73,7 @@ def _cell(value: Any, depth: int) -> str:
 
 
 def _line(value: Any) -> object | None:
-    """Return a plain value itself, or the size of an array or model as text. None for values that need a table."""
+    """Return a plain value itself, or the size of an array or model. None for values that need a table."""
     if value is None or isinstance(value, (bool, int, float, *PLAIN)):
         return str(value) if value is None or isinstance(value, PLAIN) else value
     if isinstance(value, enum.Enum):
@@ -101,7 +99,6 @@ def _array(value: Any) -> str:
 
 
 def _sequence(values: Collection[Any], depth: int) -> str:
-    """Return a collection as HTML: a line if short and plain, else a table with a row for each item."""
     first = list(itertools.islice(values, MAX_ROWS))
     if all(each is None or isinstance(each, (bool, int, float, str)) for each in first):
         line = ", ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in first)
@@ -116,7 +113,6 @@ def _sequence(values: Collection[Any], depth: int) -> str:
 
 
 def _frame(frame: Any, depth: int) -> str:
-    """Return the first rows of a pandas data frame as an HTML table. Columns with a secret's name are hidden."""
     head = frame.iloc[:MAX_FRAME_ROWS, :MAX_FRAME_COLUMNS]
     size = text_of(f"{len(frame):,} rows, {len(frame.columns):,} columns")
     if head.empty:

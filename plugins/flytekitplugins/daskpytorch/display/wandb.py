@@ -1,4 +1,4 @@
-"""Weights & Biases: one run per gang, opened and fed in rank 0. The driver decides the run's settings and key.
+"""Weights & Biases: one run per gang, fed in rank 0 by `wandb_run`. The driver decides its settings and key.
 
 The driver never imports wandb, so a session of the user stays unchanged. Rank 0 gets the variables and the API key that
 wandb has on the driver's machine.
@@ -23,49 +23,42 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import Wandb
 
 KEYLESS = ("offline", "dryrun", "disabled")
-"""Modes of wandb that need no API key."""
 KEY, MODE, SERVER, TOKEN = "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"
 NOTES, OTHERS = "WANDB_NOTES", ("WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_JOB_TYPE", "WANDB_TAGS")
 VARIABLES = (KEY, MODE, SERVER, TOKEN, NOTES, *OTHERS)
-"""Names of wandb's variables that rank 0 gets from the driver."""
 SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
-"""Servers whose stored key is used if no server is named. The second one is the default of wandb 0.31."""
+"""Their stored key is used if no server is named. The second one is the default of wandb 0.31."""
 NO_LINK = "none"
-"""Type of a link without a template. Flyte tells tasks with any type of link the address of their execution's page."""
+"""A link without a template. Flyte tells tasks with any type of link the address of their execution's page."""
 LINK_TYPE = "wandb-daskpytorch"
-"""Type of the link from Flyte's console to a Weights & Biases run, as Flyte's configuration names this type.
-
-The link's template in this configuration ends in {{ .executionName }}-{{ .nodeId }}.
-"""
+"""Type of the console's link to a run in Flyte's configuration, where the template ends in {{ .executionName }}-{{
+.nodeId }}."""
 MAX_ID_PART = 60
-"""Maximum number of characters of each part of a model's run id: the sweep's id and the model's key. wandb allows 128
-characters."""
+"""Characters of the sweep's id, and of the model's key, in a run's id. wandb allows 128 in all."""
 
 
 class WandbObserver(View):
-    """Observer in the driver that makes rank 0 feed a Weights & Biases run, which all attempts of the gang share."""
+    """Makes rank 0 feed a Weights & Biases run, which all attempts of the gang share."""
 
     def __init__(self, run: RunSettings) -> None:
         self.state = RunState()
         self._run = run
         self.where: str | None = None
-        """URL of the run, or the command that uploads an offline run. None until rank 0 has opened the run."""
+        """URL of the run, or the command that uploads an offline run. None until rank 0 has opened it."""
 
     def on_event(self, event: journal.Event) -> None:
-        """Read the run's URL from rank 0's output."""
         if isinstance(event, journal.Wrote) and event.rank == 0:
             for line in event.lines:
                 if line.startswith(RUN_IS):
                     self.where = line.removeprefix(RUN_IS)
 
     def places(self) -> Mapping[str, str]:
-        """Return the run's URL, or the command that uploads an offline run. Empty until rank 0 has opened the run."""
         return {LABEL: self.where} if self.where is not None else {}
 
     def for_rank(self) -> Callable[[], RankRun]:
-        """Return the function with which rank 0 opens the Weights & Biases run.
+        """Return the function with which rank 0 opens the run.
 
-        The run's configuration has the inputs, the gang's shape in the present attempt, and the user's values.
+        Its configuration has the inputs, the gang's shape in the present attempt, and the user's values.
         """
         training, shape = self.state.training, self.state.shape
         given = {} if training is None or shape is None else run_config(training, shape)
@@ -76,13 +69,8 @@ class WandbObserver(View):
 def begin(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
     """Return the settings of a run: the user's values first, then wandb's variables, then the task's defaults.
 
-    Args:
-        wandb: The user's settings.
-        task: Name of the task or function, for the run's name and id.
-        execution: Name of the Flyte execution, for the run's id. None: a random id.
-
-    Raises:
-        ValueError: The Flyte secret with the API key does not exist.
+    Without an execution the run's id is random. Raises `ValueError` if the Flyte secret with the API key does not
+    exist.
     """
     variables = _variables(wandb)
     if not variables.keys() & {KEY, MODE, TOKEN}:
@@ -100,7 +88,6 @@ def begin(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
 
 
 def _variables(wandb: Wandb) -> dict[str, str]:
-    """Return the variables of wandb for rank 0, with mode and key from `wandb` or from wandb's own files."""
     known = {NOTES: os.environ.get(LINK_VARIABLE, "")} | _settings_files() | os.environ
     found = {name: known[name] for name in VARIABLES if known.get(name)}
     if wandb.mode is not None:
@@ -125,11 +112,7 @@ def _settings_files() -> dict[str, str]:
 
 
 def _login(server: str | None) -> dict[str, str]:
-    """Return the variables for the server and its key that `wandb login` has stored. Empty without a key.
-
-    Args:
-        server: Address of the server. None: wandb's own server.
-    """
+    """Return the server and its key that `wandb login` has stored, as variables. None: wandb's own server."""
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         stored = netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())
         for url in SERVERS if server is None else (server,):
@@ -139,11 +122,7 @@ def _login(server: str | None) -> dict[str, str]:
 
 
 def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> RunSettings:
-    """Return the settings that the runs of all models of a sweep share, with a group.
-
-    Raises:
-        ValueError: `wandb` has an id, but only one run can have an id.
-    """
+    """Return the settings that all runs of a sweep share, with a group. Raises `ValueError` for an id."""
     if wandb.id is not None:
         raise ValueError(
             f"Wandb(id={wandb.id!r}): must be left out for many models, since each has a run of its own; "
@@ -156,7 +135,7 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Run
 
 
 def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
-    """Return the settings of one model's run. The run's id contains the model's key, the same in all attempts."""
+    """Return the settings of one model's run, whose id contains the model's key, the same in all attempts."""
     wandb = shared.wandb
     id_ = f"{str(wandb.id)[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, wandb=dataclasses.replace(wandb, id=id_, name=f"{wandb.name}-{index}"))

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 LABEL = "Weights & Biases"
 RUN_IS = f"{LABEL} run: "
-"""Start of the output line in which rank 0 writes the open run's URL or upload command."""
 
 OFFLINE = (
     "The run is recorded offline, for `wandb sync`. In a pod, the run is lost with the pod, unless Wandb(dir=...) is a "
@@ -35,25 +34,23 @@ OFFLINE = (
 )
 
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
-"""Timeout, in seconds, for wandb's server when a run is opened. After the timeout, the run is recorded offline."""
+"""Seconds for wandb's server when a run is opened. The run is then recorded offline."""
 OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
-"""Maximum time, in seconds, that rank 0's function waits until wandb is imported and the run is open."""
+"""Seconds that rank 0's function waits until wandb is imported and the run is open."""
 CLOSE_TIMEOUT = 60.0
-"""Timeout, in seconds, for sending wandb's queue when a Weights & Biases run is closed."""
+"""Seconds for sending wandb's queue at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings with which rank 0 opens its Weights & Biases run."""
-
     wandb: Wandb
-    """Settings of the run, with its id, name and whole configuration."""
+    """With the run's id, name and whole configuration."""
     variables: Mapping[str, str] = field(repr=False)
-    """Environment variables of wandb from the driver, such as the mode and the API key."""
+    """From the driver, such as the mode and the API key."""
 
 
 class RankRun(RankObserver):
-    """Observer in rank 0 that opens a Weights & Biases run in a thread. wandb's own queue takes the records.
+    """Opens a Weights & Biases run in a thread of rank 0. wandb's own queue takes the records.
 
     Only `on_begin` and `on_end` wait for wandb.
     """
@@ -61,9 +58,8 @@ class RankRun(RankObserver):
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._waiting: deque[LogRecord] = deque(maxlen=10_000)
-        """Records that came before the run was open."""
+        """Records from before the run was open."""
         self._histograms: dict[str, Histogram] = {}
-        """Newest histograms of gradients since the last log record, by metric name."""
         self._has_lost = False
         """True once the user knows that records or values are missing."""
         self._opening = in_thread(self._open, "daskpytorch-wandb")
@@ -76,7 +72,6 @@ class RankRun(RankObserver):
             say(f"{LABEL}: the run is not open after {OPEN_TIMEOUT:g} s. The training begins, and its records wait.")
 
     def on_log(self, record: LogRecord) -> None:
-        """Log a record, together with the newest histograms of gradients."""
         if self._histograms:
             record = dataclasses.replace(record, metrics={**record.metrics, **self._histograms})
             self._histograms = {}
@@ -87,7 +82,7 @@ class RankRun(RankObserver):
     def on_watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Take histograms of the model's gradients before every `log_freq`-th step of its optimizer.
 
-        `wandb.watch` is no alternative. wandb logs from inside the backward pass, sees only one rank's gradients, and
+        `wandb.watch` is no alternative: it logs from inside the backward pass, sees only one rank's gradients, and
         raises its errors in the training.
         """
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -105,17 +100,11 @@ class RankRun(RankObserver):
         register_optimizer_step_pre_hook(look)
 
     def on_goodput(self, goodput: Goodput) -> None:
-        """Write the account of the gang's time to the run's summary."""
         if self._opening.done() and _is_open(run := self._opening.result()):
             run.summary["goodput"] = {"share": goodput.share, **goodput.as_dict()}
 
     def on_end(self, exit_code: int, stopped_early: str | None = None) -> None:
-        """Close the run.
-
-        Args:
-            exit_code: Exit code that the run records. 0 means success.
-            stopped_early: Reason for early stopping, for the run's summary. None: not stopped early.
-        """
+        """Close the run. `stopped_early` is the reason of early stopping, for the run's summary."""
         try:
             in_thread(functools.partial(self._end, exit_code, stopped_early), "daskpytorch-wandb").result(CLOSE_TIMEOUT)
         except Exception as error:  # a TimeoutError, if the server does not answer
@@ -195,7 +184,6 @@ def _tear_down(exit_code: int) -> None:
 
 
 def _is_open(run: Any) -> bool:
-    """Return True unless the user's code has finished the run."""
     import wandb
 
     return wandb.run is run
@@ -216,7 +204,6 @@ def _join(init: Callable[..., Any], run: Any, *args: Any, **given: Any) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """Return histograms and pictures as wandb's types, and other values unchanged."""
     import wandb
 
     if isinstance(value, Histogram):
