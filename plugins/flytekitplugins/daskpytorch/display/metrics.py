@@ -18,6 +18,7 @@ HELD_OUT = re.compile(
 """Metrics of held-out data, which the model does not learn from."""
 TRAINING = re.compile(r"^(train|training)[_/.-]|[_/.-](train|training)$")
 KIND = re.compile(r"_(step|epoch)$")
+"""Suffixes that Lightning adds."""
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
 """Drawn metrics. Those of records with held-out metrics count separately."""

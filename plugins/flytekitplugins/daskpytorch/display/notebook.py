@@ -13,6 +13,7 @@ from flytekitplugins.daskpytorch.report.pieces import shared
 
 MAX_CELL = 60
 REFRESH = 0.5
+"""Seconds between two updates."""
 UPDATE_TIMEOUT = 5.0
 """Seconds for the table's last update."""
 

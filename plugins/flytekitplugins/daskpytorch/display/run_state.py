@@ -32,6 +32,7 @@ MAX_EVENTS = 2_000
 """Each further event replaces one in the middle."""
 MAX_SPANS = 400
 MAX_SPOILT = 20
+"""Metrics whose first NaN or infinity is an event."""
 MAX_DRAWINGS = 8
 MAX_PICTURES = 500_000
 """Bytes of a Deck's pictures together. Others are in trackers alone."""

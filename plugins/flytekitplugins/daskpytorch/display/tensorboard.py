@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 UPLOAD_INTERVAL = 15.0
+"""Seconds."""
 UPLOAD_SHARE = 10
 """Minimum pause between two uploads, as a multiple of the last one's duration."""
 

@@ -29,11 +29,13 @@ Job = Callable[[], object]
 MAX_WAITING = 10_000
 """Queued records. Further ones are dropped, with a notice."""
 INTERVAL = 2.0
+"""Seconds between two flushes."""
 STALL = 10.0
 """Seconds at a gang's end after which an unreachable server's records are dropped."""
 RETRY_AFTER = 0.5
 """Seconds before the first retry of a failed request. Each further retry doubles the pause."""
 CONNECT_TIMEOUT = 5.0
+"""Seconds."""
 
 
 def knock(uri: str) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = "stopped early"
 LOOK_INTERVAL = 0.5
+"""Seconds between two looks at the cluster's workers."""
 
 
 def train_all(sweep: Sweep) -> ModelFutures:
