@@ -317,6 +317,7 @@ class RankUsage:
     """
 
     rank: int
+    """Number of the rank, from 0."""
     time: float
     """Optimizer steps in this attempt so far."""
     num_steps: int

@@ -514,6 +514,7 @@ class Wandb:
     group: str | None = None
     """Group of the run on the project's page."""
     tags: tuple[str, ...] = ()
+    """Tags of the run."""
     config: dict[str, Any] = field(default_factory=dict)
     """Entries of the run's configuration, beside the task's inputs and the gang's size and backend."""
     host: str = "https://wandb.ai"
