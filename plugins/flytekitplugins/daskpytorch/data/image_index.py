@@ -167,6 +167,8 @@ class ImageCache:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             write_whole(path, body + _digest(body))
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and path.parent.is_dir():
+                return  # in a small cache, another process made room and took the unfinished file for an old one
             logger.warning(
                 "the cache of pictures in %s cannot be written: %s. Pictures that are not in the cache are read from "
                 "S3 each time. Free disk space, or name another cache_dir",
