@@ -50,7 +50,7 @@ class Rank:
         return self.commit()
 
     def commit(self) -> ShardedCheckpoint:
-        """What the driver does when rank 0 has reported."""
+        """Return the entry that the driver would put into the manifest."""
         self.checkpoints.flush()
         reports: list[Any] = [self.reports.pop(0) if current_rank().is_main else None]
         if current_rank().world_size > 1:

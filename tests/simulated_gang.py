@@ -123,7 +123,7 @@ class Rank:
     number: int = 0
     """Which sharded checkpoint it writes, or will write next."""
     has_written: bool = False
-    """It has written its part, and others have not."""
+    """The rank has written its part, and others have not."""
     call: int | None = None
     """The call of a staying gang that it runs."""
     to_end: tuple[int, int | None] | None = None
@@ -712,7 +712,7 @@ class World:
         (folder / f"__{rank}_0.distcp").write_bytes(b"shard")
 
     def shards(self, attempt: int, number: int, failure: str | None = None) -> WrittenShards:
-        """What rank 0 reports."""
+        """Return rank 0's report."""
         step = 100 + number
         metrics = {"loss": abs(101.0 - step)}
         return WrittenShards(attempt=attempt, number=number, step=step, size=10, metrics=metrics, failure=failure)

@@ -232,7 +232,7 @@ def test_a_state_of_another_structure_is_refused_and_left_alone(
 
 
 def test_a_pickle_in_the_storage_is_not_run(tmp_path: Path) -> None:
-    """Whoever can write shards there, digests and all, gives data and no code."""
+    """A writer of shards and digests gives data and no code."""
 
     class Harmful:
         def __reduce__(self) -> Any:
@@ -295,6 +295,20 @@ def on(files: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
             return files
 
     monkeypatch.setattr(sharded, "current_execution", There)
+
+
+def test_storage_that_a_rank_cannot_open_is_an_error_at_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that failed later, in its thread, would leave the others in a collective."""
+
+    class There:
+        def filesystem(self, uri: str) -> Any:
+            raise PermissionError("no credentials")
+
+    monkeypatch.setattr(sharded, "current_execution", There)
+    with pytest.raises(PermissionError, match="no credentials"):
+        Rank(tmp_path).checkpoints.save(state(), 1, {})
 
 
 def test_what_cannot_be_written_at_all_is_given_up_and_the_next_one_is_tried(

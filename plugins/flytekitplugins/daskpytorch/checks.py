@@ -36,7 +36,7 @@ UNDONE = frozenset(
 )
 """Words after or before which `LOW` and `HIGH` tell nothing, as in `neg_log_loss`."""
 UNSTABLE = re.compile(r"/\.{0,2}(/|$)|\\|\?versionId=")
-"""What libraries and servers of object stores change in a path or read otherwise."""
+"""Parts of a path that libraries or servers of object stores change, or read otherwise."""
 STABLE = "without '//', '.', '..', a backslash or '?versionId=' in its path"
 A_URI = "a folder or an fsspec URL such as s3://bucket/prefix"
 

@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.process.folders import make_private, replacing
 logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-"""Those of torchvision, and .gif. Upper case counts, too."""
+"""Extensions of torchvision, and .gif. Upper case counts, too."""
 OWN_FOLDER = "daskpytorch-images"
 OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
 """Names of the cache's files. Unfinished ones begin with a dot."""

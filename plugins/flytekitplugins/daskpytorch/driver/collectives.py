@@ -43,7 +43,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Calls:
-    """What the ranks of a process group have called under the same number."""
+    """Calls of a process group's ranks under the same number."""
 
     group: str
     number: int

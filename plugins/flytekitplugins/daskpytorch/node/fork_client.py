@@ -119,7 +119,7 @@ class _Owned:
 
 
 _ranks: set[tuple[int, int]] = set()
-"""Those that count as running: `id` of the `ForkServerClient`, and the rank's key there."""
+"""Ranks that count as running: `id` of the `ForkServerClient`, and the rank's key there."""
 _owned: _Owned | None = None
 _imported_ahead: list[str] = []
 _lock = threading.Lock()

@@ -139,7 +139,7 @@ SET_LATER = (
 """Variables with such a prefix that need no fresh interpreter."""
 NANNYS_MARK = "MALLOC_TRIM_THRESHOLD_"
 NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""What a Dask nanny sets for its worker, except for values of its own environment, with Dask's defaults up to
+"""Variables that a Dask nanny sets for its worker, except for values of its own environment, with Dask's defaults up to
 distributed 2026.8."""
 
 

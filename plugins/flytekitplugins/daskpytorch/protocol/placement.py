@@ -16,7 +16,7 @@ class Node:
     host: str
     """Workers of one host share its cores, and GPUs of equal UUID (or name)."""
     num_cores: int
-    """Of the host, or of the container's limit."""
+    """Cores of the host, or of the container's limit."""
     gpus: tuple[str, ...]
     """As in the worker's `CUDA_VISIBLE_DEVICES`."""
     gpu_names: tuple[str, ...]

@@ -149,7 +149,7 @@ MAX_SHARE_OF_OTHERS = 0.5
 RANK_NAME = re.compile(r"rank \d+/")
 """As `main` names each rank's process."""
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
-"""What NVML recommends. Any other action: a reset after all work has left the GPU."""
+"""Actions that NVML recommends. Any other action: a reset after all work has left the GPU."""
 NUM_NUMBERS = 1 << 18
 """1 MiB, enough for each part of a large GPU to compute some."""
 THREAD = "daskpytorch-gpu-check"

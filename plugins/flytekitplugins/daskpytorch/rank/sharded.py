@@ -50,6 +50,7 @@ class ShardedCheckpoints:
         self._moved = moved
         """Called as a sign of life during a write or read, as a large state takes longer than a step."""
         self._worker = Worker(name="sharded")
+        self._files: Any = None
         self._num_saves = 0
         self._copy: dict[str, Any] = {}
         """Copy of the newest state, whose memory the next copy uses."""
@@ -110,6 +111,7 @@ class ShardedCheckpoints:
         return None
 
     def flush(self, timeout: float | None = None) -> None:
+        """Wait until all ranks have written the newest save."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not self._worker.flush(max(0.0, min(LOOK_INTERVAL, until - time.monotonic()))):
             if time.monotonic() >= until:
@@ -123,6 +125,7 @@ class ShardedCheckpoints:
         from flytekitplugins.daskpytorch.rank.shard_writer import check_savable, copied_to_host
 
         self._check_place()
+        self._files = current_execution().filesystem(self._sharding.base)  # an error here reaches all ranks
         plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         check_savable(plain)
         self._copy = copied_to_host(plain, self._copy)
@@ -164,9 +167,8 @@ class ShardedCheckpoints:
 
         from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
 
-        files = current_execution().filesystem(self._sharding.base)
         folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, step, number)}"
-        self._writer = writer = ShardWriter(files, folder, moved=self._moved)
+        self._writer = writer = ShardWriter(self._files, folder, moved=self._moved)
         failure = None
         try:
             save(staged, storage_writer=writer, process_group=group)

@@ -25,7 +25,7 @@ OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.in
 
 
 _hosts: list[Host] = []
-"""Those whose adapters are imported in this process."""
+"""Hosts whose adapters are imported in this process."""
 
 
 @dataclass(kw_only=True)
