@@ -625,7 +625,7 @@ class World:
         """It tells of its ranks' signs of life."""
         if not agent.is_gone and not agent.is_hung_up:
             agent.heard_at = self.clock()
-            self.feed(self.state.hear_beats, {agent: framing.heartbeat(num_moves)})
+            self.feed(self.state.note_beat, agent, framing.heartbeat(num_moves))
 
     def leave(
         self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False, watchdog: str = "", log_tail: str = ""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -103,8 +103,9 @@ class Driver:
     def hear_of_rank(self, connection: Connection, rank: int, said: Sequence[Any]) -> None:
         self.unheard.extend(said)
 
-    def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
-        self.unheard.extend(dict(framing.moves_in(beat)) for beat in newest.values())
+    def note_beat(self, connection: Connection, beat: bytes) -> None:
+        if connection is self.connection and (moves := dict(framing.moves_in(beat))):
+            self.unheard.append(moves)
 
     def note_upload(self, *_: object) -> None:
         """Take no files."""

@@ -31,8 +31,6 @@ MAX_REPORTS = 16
 """A rank's reports per queued call, as a message may hold 1000 log records, which take ten times its memory
 unpickled."""
 WAIT_INTERVAL = 0.005
-BEAT_INTERVAL = 0.05
-"""Seconds of heartbeats combined into one call, because each call wakes the gang's thread."""
 MAX_UNAUTHENTICATED = 256
 """Further callers wait in the kernel's queue, without a descriptor in the driver."""
 AUTHENTICATION_TIMEOUT = 20.0
@@ -70,8 +68,6 @@ class Listener:
         self._room = asyncio.Semaphore(MAX_UNAUTHENTICATED)
         self._callers: set[asyncio.Task[None]] = set()
         self._agents: set[Connection] = set()
-        self._beats: dict[Connection, bytes] = {}
-        """Each agent's newest heartbeat that is not yet in the gang's queue."""
         self._is_closing = False
         self._is_closed = asyncio.Event()
         self._has_changed = asyncio.Event()
@@ -213,32 +209,17 @@ class Listener:
         try:
             for frame in frames.take(connection.read(READ_SIZE)):
                 if framing.is_heartbeat(frame):
-                    self._note_beat(connection, frame)
+                    self._calls.put(functools.partial(self._state.note_beat, connection, frame))
                 else:
                     self._note(connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
         except Exception as error:  # other agents' connections must survive this error
             _complain(error)
             self._loop.remove_reader(connection.fileno())
             self._agents.discard(connection)
-            self._beats.pop(connection, None)
             self._calls.put(functools.partial(self._state.note_end, connection))
             self._has_changed.set()
 
-    def _note_beat(self, connection: Connection, beat: bytes) -> None:
-        """Keep a heartbeat until the next `_tell_beats`. Those without ranks only prove that the agent lives."""
-        if len(beat) > len(framing.BEAT):
-            if not self._beats:
-                self._loop.call_later(BEAT_INTERVAL, self._tell_beats)
-            self._beats[connection] = beat
-
-    def _tell_beats(self) -> None:
-        if self._beats:
-            self._calls.put(functools.partial(self._state.hear_beats, self._beats))
-            self._beats = {}
-
     def _note(self, connection: Connection, message: FromAgent) -> None:
-        if (beat := self._beats.pop(connection, None)) is not None:  # the older heartbeat goes first
-            self._calls.put(functools.partial(self._state.hear_beats, {connection: beat}))
         for call in self._calls_for(connection, message):
             while self._calls.qsize() >= MAX_WAITING and not self._is_closing:
                 time.sleep(WAIT_INTERVAL)

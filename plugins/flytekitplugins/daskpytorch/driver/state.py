@@ -7,7 +7,7 @@ bound calls of the handlers.
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from signal import SIGINT, SIGTERM
 
@@ -286,14 +286,11 @@ class GangState:
 
     # ---- from ranks
 
-    def hear_beats(self, newest: Mapping[Connection, bytes]) -> None:
-        if (part := self._takers.get(Moves)) is None:
-            return
-        for connection, beat in newest.items():
-            if (peer := self.agents.find(connection)) is not None:
-                for rank, num_moves in framing.moves_in(beat):
-                    if (attempt := self._attempt_of(peer, rank)) is not None:
-                        part.take(peer, attempt, rank, Moves(num_moves))
+    def note_beat(self, connection: Connection, beat: bytes) -> None:
+        if (peer := self.agents.find(connection)) is not None:
+            for rank, num_moves in framing.moves_in(beat):
+                if (attempt := self._attempt_of(peer, rank)) is not None:
+                    self._takers[Moves].take(peer, attempt, rank, Moves(num_moves))
 
     def hear_of_rank(
         self, connection: Connection, rank: int, said: Iterable[messages.ShortReport | ReceivedPiece]
