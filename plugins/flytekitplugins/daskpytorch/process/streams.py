@@ -5,6 +5,7 @@ The log has lines for people, straight to standard error, so that the program's 
 """
 
 import argparse
+import base64
 import contextlib
 import copy
 import dataclasses
@@ -199,16 +200,22 @@ class _Objects(logging.Handler):
         if record.exc_info:
             said["traceback"] = logging.Formatter().formatException(record.exc_info)
         said |= getattr(record, "fields", {})
-        Screen().write(f"{json.dumps(_plain(said), default=str)}\n")
+        Screen().write(f"{json.dumps(plain(said))}\n")
 
 
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can express: infinite numbers and NaN become texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+def plain(value: Any) -> Any:
+    """Return a value that JSON can express. Other objects than dataclasses become their `str`."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    return str(value)
 
 
 def _least_level() -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -22,6 +21,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from flytekitplugins.daskpytorch.errors import GangCancelledError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.process.streams import plain
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
 
@@ -269,21 +269,6 @@ def fields_of(event: Event) -> dict[str, Any]:
     names = [each.name for each in dataclasses.fields(event) if each.repr and each.name != "time"]
     found = {name: plain(getattr(event, name)) for name in names}
     return {"time": moment, "event": type(event).__name__.lower(), **found}
-
-
-def plain(value: Any) -> Any:
-    """Return a value that JSON can express. Other objects than those of events become their `str`."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    return str(value)
 
 
 def event_of(fields: Mapping[str, Any]) -> Event:

@@ -8,6 +8,7 @@ Some objects of libraries, such as an `Accelerator`, hold the driver's world siz
 train separately. Ranks get other objects in their place, or an error.
 """
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -49,10 +50,12 @@ def dumps(value: object, max_size: int | None = None, aside: list[memoryview] | 
 
     `aside` gets the memory of each large array and tensor.
     """
-    file = io.BytesIO() if max_size is None else _Bounded(max_size)
+    file = io.BytesIO()
     pickler = _Pickler(file, max_size, aside)
     pickler.dump(value)
     pickler.dump_definitions()
+    if max_size is not None and file.tell() > max_size:
+        raise OverflowError
     return file.getvalue()
 
 
@@ -86,10 +89,8 @@ def spare_parts(max_size: int) -> Mapping[str, bytes]:
     parts = {}
     for name, value in definitions().items():
         if isinstance(value, type):
-            try:
+            with contextlib.suppress(Exception):  # a user's object may raise any exception
                 parts[name] = dumps(value, max_size)
-            except Exception:  # noqa: S112 - a user's object may raise any exception
-                continue
     return parts
 
 
@@ -211,17 +212,6 @@ def _name_in_main(obj: object) -> str | None:
     for name in (outer, *inner):
         found = vars(found).get(name) if isinstance(found, (type, ModuleType)) else None
     return outer if getattr(found, "__func__", found) is obj else None
-
-
-class _Bounded(io.BytesIO):
-    def __init__(self, max_size: int) -> None:
-        super().__init__()
-        self._max_size = max_size
-
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > self._max_size:
-            raise OverflowError
-        return super().write(data)
 
 
 # ---- Objects that hold the driver's rank: in the driver
