@@ -6,6 +6,7 @@ Written by the rank and its agent.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import pickle
 import re
 import signal
@@ -154,17 +155,12 @@ class Failure:
         """
         error: object = None
         if self.pickled is not None:
-            try:
+            with contextlib.suppress(BaseException):  # extensions in Rust raise exceptions of their own on wrong data
                 error = pickle.loads(self.pickled)  # noqa: S301 - from the gang's own rank, over its agent's connection
-            except BaseException:  # extensions in Rust raise exceptions of their own on wrong data
-                error = None
-        if error is None:
-            kind = getattr(builtins, self.type_name, None)
-            if isinstance(kind, type) and issubclass(kind, Exception):
-                try:
-                    error = kind(self.message)
-                except TypeError:  # types with more arguments, such as UnicodeDecodeError
-                    error = None
+        kind = getattr(builtins, self.type_name, None)
+        if error is None and isinstance(kind, type) and issubclass(kind, Exception):
+            with contextlib.suppress(TypeError):  # types with more arguments, such as UnicodeDecodeError
+                error = kind(self.message)
         return raisable(error, "a rank's function") if isinstance(error, Exception) else None
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,15 +35,15 @@ ON_GPUS = "cpu:gloo,cuda:nccl"
 
 @dataclass
 class _Membership:
-    pid: int
     place: Place
-    backend: str
-    prepare: Callable[[bool], torch.device | None] | None
-    """Takes the rank's device (True: for a script), and returns the one of GPU collectives. None once it was called."""
-    make_store: Callable[[], Store]
+    job: Job
+    take_device: Callable[[], torch.device | None] | None
+    """Returns the device of GPU collectives. None once it was called."""
+    listener: int | None
+    """Descriptor of the rendezvous store's socket, if this process serves the store."""
     on_formed: Callable[[], object]
-    timeout: timedelta | None = None
-    """Timeout of the group's collectives if the user gives none. None: the backend's own."""
+    backend: str
+    pid: int = field(default_factory=os.getpid)
     num_groups: int = 0
     """Prefix of the next group's keys in the rendezvous store, where an earlier group's values would mislead."""
     is_in: bool = False
@@ -52,7 +52,7 @@ class _Membership:
     @functools.cached_property
     def store(self) -> Store:
         """A rank that forms no group waits for no other rank's store."""
-        return self.make_store()
+        return _store(self.job, self.listener, self.place.world_size)
 
 
 def install() -> None:
@@ -75,7 +75,7 @@ def install() -> None:
         if member is None or member.pid != os.getpid():
             original(*args, **kwargs)
             return
-        if member.prepare is not None:
+        if member.take_device is not None:
             join()  # a module of the user's calls the function at import
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -162,20 +162,9 @@ def expect(
     `take_device` returns the device of GPU collectives. `listener` is the socket's descriptor on the rank that serves
     the rendezvous store.
     """
-
-    def prepare(is_script: bool) -> torch.device | None:
-        if listener is not None and is_script:
-            _serve_aside(member.make_store, listener)
-            member.make_store = functools.partial(_store, job, None, place.world_size)
-        elif listener is not None:
-            _ = member.store
-        return take_device()
-
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
-    timeout = job.debugging.patience(job.settings)
-    make_store = functools.partial(_store, job, listener, place.world_size)
-    member = _membership = _Membership(os.getpid(), place, backend, prepare, make_store, on_formed, timeout)
+    _membership = _Membership(place, job, take_device, listener, on_formed, backend)
 
 
 def meet(*, is_script: bool = False) -> torch.device | None:
@@ -184,14 +173,20 @@ def meet(*, is_script: bool = False) -> torch.device | None:
     A script forms the group itself, and may replace this process by `os.exec*`: another process serves the store.
     Returns the device of GPU collectives, at the first call.
     """
-    if _membership is None or _membership.prepare is None:
+    member = _membership
+    if member is None or member.take_device is None:
         return None
-    prepare, _membership.prepare = _membership.prepare, None
-    return prepare(is_script)
+    take_device, member.take_device = member.take_device, None
+    if member.listener is not None and is_script:
+        _serve_aside(member, member.listener)
+        member.listener = None
+    elif member.listener is not None:
+        _ = member.store
+    return take_device()
 
 
 def join() -> None:
-    if _membership is not None and _membership.prepare is not None:
+    if _membership is not None and _membership.take_device is not None:
         from torch import distributed
 
         distributed.init_process_group(_membership.backend, device_id=meet())
@@ -234,7 +229,8 @@ def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, A
     store = PrefixStore(str(member.num_groups), member.store)
     member.num_groups += 1
     place = {"world_size": member.place.world_size, "rank": member.place.rank, "store": store}
-    timeout = member.timeout if asked["timeout"] is None else asked["timeout"]
+    own = member.job.debugging.patience(member.job.settings)  # None: the backend's
+    timeout = own if asked["timeout"] is None else asked["timeout"]
     form(**{**asked, "backend": backend, "init_method": None, "timeout": timeout, **place})
     if backend == ON_GPUS:
         torch_parts.name_default_group("nccl")
@@ -276,7 +272,7 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
 
 
-def _serve_aside(make_store: Callable[[], Store], listener: int) -> None:
+def _serve_aside(member: _Membership, listener: int) -> None:
     """The new process ends with this one, and is no child of it."""
     rank = os.pidfd_open(os.getpid())
     with warnings.catch_warnings():
@@ -284,14 +280,14 @@ def _serve_aside(make_store: Callable[[], Store], listener: int) -> None:
         child = os.fork()
         if child == 0:
             if os.fork() == 0:
-                _serve_until_end(make_store, listener, rank)
+                _serve_until_end(member, listener, rank)
             os._exit(0)
     os.waitpid(child, 0)
     for descriptor in (rank, listener):
         os.close(descriptor)
 
 
-def _serve_until_end(make_store: Callable[[], Store], listener: int, rank: int) -> NoReturn:
+def _serve_until_end(member: _Membership, listener: int, rank: int) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # which Slurm and terminals send to all processes
             signal.signal(number, signal.SIG_IGN)
@@ -299,9 +295,8 @@ def _serve_until_end(make_store: Callable[[], Store], listener: int, rank: int) 
         first, second = sorted((listener, rank))
         for start, end in ((0, first), (first + 1, second), (second + 1, os.sysconf("SC_OPEN_MAX"))):
             os.closerange(start, end)
-        store = make_store()
+        _ = member.store
         select.select([rank], [], [])
-        del store
     finally:
         os._exit(0)
 
