@@ -87,24 +87,6 @@ def test_a_connection_outlives_a_process_that_stands_still_with_full_buffers() -
             sent.result(timeout=60)
 
 
-def test_held_messages_go_together_in_order_before_the_next_and_by_themselves_if_they_are_many(
-    both: tuple[Connection, Connection],
-) -> None:
-    ours, theirs = both
-    for text in "ab":
-        theirs.hold(text)
-    assert theirs.holds
-    theirs.send("c")
-    assert [ours.recv() for _ in "abc"] == ["a", "b", "c"]
-    theirs.hold("d")
-    theirs.flush()
-    assert ours.recv() == "d"
-    theirs.hold("e")
-    theirs.hold("f" * framing.MAX_HELD)
-    assert not theirs.holds
-    assert [ours.recv(), ours.recv()] == ["e", "f" * framing.MAX_HELD]
-
-
 def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection, Connection]) -> None:
     ours, theirs = both
     theirs._sock.sendall(framed(b"x" * 32)[:-1])

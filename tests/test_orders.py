@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 import torch  # noqa: F401 - as in a fork server
 
@@ -38,7 +39,7 @@ NANNYS["MALLOC_TRIM_THRESHOLD_"] = "65536"
 
 
 def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "_at_start", lambda _: {})
+    monkeypatch.setattr(psutil.Process, "environ", lambda _: {})
     found = variables(NANNYS)
     assert found["OMP_NUM_THREADS"] == "4"
     assert not found.keys() & NANNYS.keys() - {"OMP_NUM_THREADS"}
@@ -47,7 +48,7 @@ def test_a_rank_has_its_share_of_the_cores_whatever_dask_gives_its_workers(monke
 def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variables({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"  # no nanny has been here
     started_with = {os.getpid(): NANNYS, os.getppid(): {"OMP_NUM_THREADS": "1"}}
-    monkeypatch.setattr(system, "_at_start", started_with.__getitem__)
+    monkeypatch.setattr(psutil.Process, "environ", lambda process: started_with[process.pid])
     found = variables(NANNYS | {"MKL_NUM_THREADS": "3"})
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("1", "3")
     assert "OPENBLAS_NUM_THREADS" not in found

@@ -147,10 +147,7 @@ class _Agent:
 
     def _due(self) -> list[Callable[[], None]]:
         poll, handlers = self._watched = self._watched or self._watch()
-        events = poll.poll(0 if self._driver.holds else 1000 * self._patience())
-        if self._driver.holds and not events:
-            self._driver.flush()
-        return [handlers[file] for file, _ in events]
+        return [handlers[file] for file, _ in poll.poll(1000 * self._patience())]
 
     def _watch(self) -> tuple[select.poll, dict[int, Callable[[], None]]]:
         handlers: dict[int, Callable[[], None]] = {
@@ -326,7 +323,7 @@ class _Agent:
             return
         if self._stays:  # the output of a call comes before its end
             self._note_lines(rank, rank.take_lines())
-        self._driver.hold(messages.Reported(rank.place.rank, report))
+        self._say(messages.Reported(rank.place.rank, report))
 
     def _relay_output(self, rank: Rank, output: Output) -> None:
         self._note_lines(rank, output.read_lines())
@@ -336,7 +333,7 @@ class _Agent:
     def _note_lines(self, rank: Rank, lines: list[str]) -> None:
         if lines:
             rank.note(lines)
-            self._driver.hold(messages.Lines(rank.place.rank, lines))
+            self._say(messages.Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()

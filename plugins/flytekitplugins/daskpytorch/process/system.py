@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
+
 from flytekitplugins.daskpytorch.errors import GangStartError
 
 MAX_FILES = 1 << 16
@@ -190,18 +192,9 @@ def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _before_nanny() -> Mapping[str, str]:
     """Return the environment with which this process, or its nearest ancestor that no nanny started, has started."""
-    pid = os.getpid()
-    while pid > 1:
-        try:
-            at_start = _at_start(pid)
-            if NANNYS_MARK not in at_start:
+    here = psutil.Process()
+    with contextlib.suppress(psutil.Error):  # another user's process, or it has ended
+        for process in (here, *here.parents()):
+            if NANNYS_MARK not in (at_start := process.environ()):
                 return at_start
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # another user's process, or it has ended
-            break
     return {}
-
-
-def _at_start(pid: int) -> dict[str, str]:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
-    return {name: value for name, _, value in (variable.partition("=") for variable in variables)}

@@ -35,8 +35,6 @@ PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
 PROOF_TIMEOUT = 60.0
 """Seconds that an agent waits for the driver's proof. The driver may have thousands of agents to answer."""
-MAX_HELD = 1 << 14
-"""Bytes of held messages at which a connection sends them."""
 BEAT = b"\0"
 RANK = struct.Struct("!IQ")
 
@@ -76,7 +74,6 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._held = b""
         self._lock = threading.Lock()
         self.heard_at = time.monotonic()
         """On the monotonic clock."""
@@ -92,32 +89,13 @@ class Connection:
     def send(self, message: object) -> None:
         self.send_frame(pickle.dumps(message))
 
-    def hold(self, message: object) -> None:
-        """Keep a message until `flush`, the next `send`, or `MAX_HELD` bytes of messages. The peer wakes up once."""
-        frame = pickle.dumps(message)
-        with self._lock:
-            self._held += SIZE.pack(len(frame)) + frame
-        if len(self._held) >= MAX_HELD:
-            self.flush()
-
-    @property
-    def holds(self) -> bool:
-        return bool(self._held)
-
-    def flush(self) -> None:
-        self._send(b"")
-
     def recv(self) -> Any:
         """Raises EOFError after the peer has closed the connection."""
         return pickle.loads(self.recv_frame())  # noqa: S301 - the peer has proved that it is of this gang
 
     def send_frame(self, frame: bytes) -> None:
-        self._send(SIZE.pack(len(frame)) + frame)
-
-    def _send(self, data: bytes) -> None:
         with self._lock:
-            held, self._held = self._held, b""
-            self._sock.sendall(held + data)
+            self._sock.sendall(SIZE.pack(len(frame)) + frame)
 
     def recv_frame(self, only: int | None = None, deadline: float | None = None) -> bytes:
         """Wait until `deadline` (monotonic clock) for a frame, of `only` bytes if given.

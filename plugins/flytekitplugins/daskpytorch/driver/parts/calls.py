@@ -16,18 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure, from_user
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
-from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.messages import (
-    Answer,
-    Bring,
-    CallEnded,
-    EndCall,
-    Finish,
-    Forget,
-    NextCall,
-    Question,
-    Tell,
-)
+from flytekitplugins.daskpytorch.protocol import journal, messages
+from flytekitplugins.daskpytorch.protocol.messages import CallEnded, Forget, Question, Tell
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.agents import Peer
@@ -167,7 +157,7 @@ class Calls(Part):
             self._begin(self._waiting.popleft(), attempt)
         if self.current is None and (self._is_closing or is_stopping):
             self.is_over = True
-            attempt.tell(Tell(Finish()))
+            attempt.tell(Tell(messages.Finish()))
 
     def _begin(self, call: StayingCall | Forget, attempt: Attempt) -> None:
         if isinstance(call, Forget):
@@ -179,9 +169,10 @@ class Calls(Part):
         attempt.excuse()
         address = call.large.address if call.large is not None else None
         if address is not None:
-            attempt.tell(Bring(Answer(Question.ARGUMENTS, call.number, address), attempt.number))
+            attempt.tell(messages.Bring(messages.Answer(Question.ARGUMENTS, call.number, address), attempt.number))
         code, self._code = self._code, None
-        attempt.tell(Tell(NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)))
+        following = messages.NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)
+        attempt.tell(Tell(following))
         self._state.observers.tell(journal.Calling(name=call.name))
 
     def _have_left(self, call: StayingCall, attempt: Attempt) -> None:
@@ -191,7 +182,7 @@ class Calls(Part):
             return
         if call.at is None and call.halted is not None and len(call.halted) == attempt.world_size:
             call.at = max(call.halted.values())
-            attempt.tell(Tell(EndCall(call.number, call.at)))
+            attempt.tell(Tell(messages.EndCall(call.number, call.at)))
         if attempt.clock() >= call.leave_by and not self._state.blocks(Moment.LATE):
             rank = min(attempt.places.keys() - call.ended.keys())
             attempt.hang = (
