@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
+from flytekitplugins.daskpytorch.dask.agents import Allotment
 from flytekitplugins.daskpytorch.display import notebook as notebook_table
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.sweep import sweep as display
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
-from flytekitplugins.daskpytorch.sweep.sweep import ModelFuture, Pool, SweepDisplay
+from flytekitplugins.daskpytorch.sweep.sweep import ModelFuture, SweepDisplay
 from processes import until
 from told import To
 
@@ -237,19 +238,19 @@ WORKERS = [f"tcp://10.0.0.{number}:1" for number in range(1, 5)]
 
 
 def makespan(sizes: Sequence[int], lengths: Sequence[float], num_workers: int = 4) -> float:
-    """How long all take when each starts as the pool allows, the largest first; asserts that nothing waits in vain."""
-    pool = Pool(free=set(WORKERS[:num_workers]))
+    """How long all take, each starting as soon as it can, the largest first; asserts that nothing waits in vain."""
+    allotment = Allotment(WORKERS[:num_workers])
     waiting = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     running: list[tuple[float, int]] = []
     now = 0.0
     while waiting or running:
         for index in list(waiting):
-            if pool.acquire(index, sizes[index]) is not None:
+            if allotment.acquire(index, sizes[index]) is not None:
                 waiting.remove(index)
                 heapq.heappush(running, (now + lengths[index], index))
-        assert all(sizes[index] > pool.num_free for index in waiting)
+        assert all(sizes[index] > allotment.num_free for index in waiting)
         now, ended = heapq.heappop(running)
-        pool.release(ended)
+        allotment.release(ended)
     return now
 
 
@@ -271,22 +272,22 @@ def test_unequal_work_costs_at_most_the_longest_ones_end(seed: int) -> None:
 
 
 def test_all_or_nothing() -> None:
-    pool = Pool(free=set(WORKERS))
-    assert pool.acquire("a", 3) == WORKERS[:3]
-    assert pool.acquire("b", 2) is None
-    assert pool.acquire("c", 1) == WORKERS[3:]
-    pool.release("a")
-    assert pool.acquire("b", 2) == WORKERS[:2]
+    allotment = Allotment(WORKERS)
+    assert allotment.acquire("a", 3) == WORKERS[:3]
+    assert allotment.acquire("b", 2) is None
+    assert allotment.acquire("c", 1) == WORKERS[3:]
+    allotment.release("a")
+    assert allotment.acquire("b", 2) == WORKERS[:2]
 
 
 def test_a_lost_worker_that_nothing_replaces_yet() -> None:
-    pool = Pool(free=set(WORKERS[:2]))
-    pool.acquire("a", 2)
-    pool.update(WORKERS[:1])
-    assert pool.refill("a") == WORKERS[:1]
-    pool.update([WORKERS[0], WORKERS[3]])
-    assert pool.num_free == 0
-    assert pool.refill("a") == [WORKERS[0], WORKERS[3]]
-    pool.release("a")
-    assert pool.free == {WORKERS[0], WORKERS[3]}
-    assert not pool.is_in_use
+    allotment = Allotment(WORKERS[:2])
+    allotment.acquire("a", 2)
+    allotment.update(WORKERS[:1])
+    assert allotment.refill("a") == WORKERS[:1]
+    allotment.update([WORKERS[0], WORKERS[3]])
+    assert allotment.num_free == 0
+    assert allotment.refill("a") == [WORKERS[0], WORKERS[3]]
+    allotment.release("a")
+    assert allotment.free == {WORKERS[0], WORKERS[3]}
+    assert not allotment.has_holders

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,8 @@ HOW_TO_GET_WORKERS = (
     "Start workers, or wait for them with client.wait_for_workers(n). An adaptive cluster starts workers for tasks "
     "alone: call client.cluster.adapt(minimum=n) or client.cluster.scale(n) first."
 )
+GANG, EVALUATION = "gang", "evaluation"
+"""Holders of a launcher's workers."""
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_NAME = "daskpytorch-agent"
 """Start of the keys of agents' Dask tasks."""
@@ -44,12 +47,75 @@ GPUS_TIMEOUT = 30.0
 """Seconds for a worker's list of its GPUs, for which it starts a process with torch."""
 
 
+class Allotment:
+    """Workers of a Dask cluster that several gangs divide: each is free, or held by one of them. Not thread-safe."""
+
+    def __init__(self, workers: Iterable[str]) -> None:
+        self.workers = set(workers)
+        """Present ones, by the names that users see."""
+        self._held: dict[Hashable, set[str]] = {}
+        self._wanted: dict[Hashable, int] = {}
+        """Number of workers that each holder has requested."""
+
+    @property
+    def free(self) -> set[str]:
+        return self.workers - self.in_use
+
+    @property
+    def num_free(self) -> int:
+        """Workers that a new gang can get: free ones, less replacements that running gangs wait for."""
+        return max(0, len(self.free) - sum(map(self.num_missing, self._held)))
+
+    @property
+    def in_use(self) -> set[str]:
+        return set().union(*self._held.values())
+
+    @property
+    def has_holders(self) -> bool:
+        return bool(self._held)
+
+    def update(self, present: Iterable[str]) -> None:
+        """Set the workers that there are now. Lost workers are taken from their gangs."""
+        self.workers = set(present)
+        for workers in self._held.values():
+            workers.intersection_update(self.workers)
+
+    def acquire(self, holder: Hashable, count: int) -> list[str] | None:
+        """Assign workers to a new holder, and return their names. None: too few are free."""
+        if count > self.num_free:
+            return None
+        self.hold(holder, (), count)
+        return self.refill(holder)
+
+    def hold(self, holder: Hashable, workers: Iterable[str], count: int) -> None:
+        """Assign these workers to a new holder, which wants `count` of them."""
+        self._held[holder], self._wanted[holder] = set(workers), count
+
+    def held(self, holder: Hashable) -> set[str]:
+        return self._held[holder]
+
+    def refill(self, holder: Hashable, num_left: int = 0) -> list[str]:
+        """Replace lost workers by free ones, of which `num_left` stay free, and return the holder's workers."""
+        spare = sorted(self.free, key=worker_order)[num_left:]
+        self._held[holder].update(spare[: self.num_missing(holder)])
+        return sorted(self._held[holder], key=worker_order)
+
+    def release(self, holder: Hashable) -> None:
+        del self._held[holder], self._wanted[holder]
+
+    def num_missing(self, holder: Hashable) -> int:
+        return max(0, self._wanted[holder] - len(self._held[holder]))
+
+
 class DaskAgents:
     """Starts an agent on each of `num_workers` workers (None: all) of a Dask cluster: those with the fewest gangs.
 
     A lost worker is not replaced by one of another such launcher in this process. `num_kept` workers are kept for gangs
     that evaluate beside this one. 0: they share a worker with it. None: there are none.
     """
+
+    _refill: Callable[[], list[str]] | None = None
+    """Replaces lost workers of a gang that has some of another launcher's, and returns all of the gang's."""
 
     def __init__(self, client: Client, num_workers: int | None = None, num_kept: int | None = None) -> None:
         if client.asynchronous:
@@ -67,30 +133,34 @@ class DaskAgents:
         self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
         self.workers: Sequence[str] = sorted(self.addresses, key=worker_order)
         self._num_kept = num_kept
-        self._kept: set[str] = set()
-        """Present workers that are kept for evaluations."""
         if num_workers is None and num_kept:
             num_workers = len(self.workers)
         if num_workers is not None:
-            agents = self._num_agents() if num_workers < len(self.workers) else {}
-            with _lock:
-                held = self._held_by_others()
-                used = {each: (max(agents.get(each, 0), held[each]), worker_order(each)) for each in self.workers}
-                taken = sorted(used, key=used.__getitem__)[:num_workers]
-                num_workers = max(0, num_workers - (num_kept or 0))
-                self.workers = sorted(taken[:num_workers], key=worker_order)
-                self._kept, _held[self] = set(taken[num_workers:]), set(taken)
+            self.workers = self._take(num_workers, num_kept or 0)
+            num_workers = max(0, num_workers - (num_kept or 0))
         self.num_wanted: int = num_workers or len(self.workers)
         is_local = self.scheduler.startswith("inproc:")
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
 
+    def _take(self, num_workers: int, num_kept: int) -> list[str]:
+        agents = self._num_agents() if num_workers < len(self.workers) else {}
+        with _lock:
+            held = self._held_by_others()
+            used = {each: (max(agents.get(each, 0), held[each]), worker_order(each)) for each in self.workers}
+            taken = sorted(used, key=used.__getitem__)[:num_workers]
+            count = max(0, num_workers - num_kept)
+            _allotments[self] = allotment = Allotment(taken)
+            allotment.hold(GANG, taken[:count], count)
+            allotment.hold(EVALUATION, taken[count:], num_kept)
+            return allotment.refill(GANG)
+
     def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
         """A spare worker that another launcher has taken since `present` counts as lost."""
+        taken: Collection[str] = ()
         with _lock:
-            own = _held.get(self)
-            taken = set() if own is None else self._held_by_others().keys() - own
-            if own is not None:
-                own.update(order.worker for order in orders if order.worker not in taken)
+            if (allotment := _allotments.get(self)) is not None:
+                taken = self._held_by_others().keys() - allotment.in_use
+                allotment.held(GANG).update(order.worker for order in orders if order.worker not in taken)
         for order in orders:
             if order.worker in taken:
                 on_failure(order.worker, WorkerLostError("another gang has taken the worker", worker=order.worker))
@@ -132,6 +202,8 @@ class DaskAgents:
 
         OSError: the scheduler does not answer, or the client has closed itself.
         """
+        if self._refill is not None:
+            return self._refill()
         try:
             found = self._client.sync(self._client.scheduler.identity, callback_timeout=LOOK_TIMEOUT)
         except (RuntimeError, AttributeError) as error:  # the client has closed itself after the scheduler's loss
@@ -142,14 +214,19 @@ class DaskAgents:
         self.addresses |= (here := _addresses(self._client, found))
         self._note(found)
         with _lock:
-            if self not in _held:
+            if (allotment := _allotments.get(self)) is None:
                 return list(here)
-            _held[self].intersection_update(here)
-            self._kept.intersection_update(here)
-            taken = self._held_by_others().keys() - _held[self] | self._kept
-            return [worker for worker in here if worker not in taken]
+            allotment.update(here.keys() - (self._held_by_others().keys() - allotment.in_use))
+            return [worker for worker in here if worker in allotment.workers - allotment.held(EVALUATION)]
 
-    def beside(self) -> Share | None:
+    def share(self, workers: Sequence[str], refill: Callable[[], list[str]]) -> DaskAgents:
+        """Return a launcher of another gang on some workers. `refill` replaces lost ones, and returns all of them."""
+        launcher = copy.copy(self)
+        launcher.workers, launcher.num_wanted, launcher._refill = workers, len(workers), refill  # noqa: SLF001
+        launcher._futures = []  # noqa: SLF001 - `close` ends only that gang's agents
+        return launcher
+
+    def beside(self) -> DaskAgents | None:
         """Return a launcher for a gang that evaluates: on the kept workers that are present, or on one of the gang's.
 
         Spare workers replace lost kept ones, after the lost workers of the launcher's own gang.
@@ -163,7 +240,7 @@ class DaskAgents:
             return list(chosen)
 
         workers = refill()
-        return Share(self, workers, refill) if workers else None
+        return self.share(workers, refill) if workers else None
 
     def _workers_beside(self, chosen: Sequence[str]) -> list[str]:
         """Return present kept workers. Without kept workers, return the chosen one as long as it is present."""
@@ -172,15 +249,12 @@ class DaskAgents:
             wanted = (*chosen, *self.workers, *present)
             return [worker for worker in wanted if worker in present][:1]
         with _lock:
-            num_missing = max(0, self.num_wanted - len(_held[self] - self._kept))
-            spare = [worker for worker in present if worker not in _held[self]][num_missing:]
-            self._kept.update(spare[: self._num_kept - len(self._kept)])
-            _held[self].update(self._kept)
-            return sorted(self._kept, key=worker_order)
+            allotment = _allotments[self]
+            return allotment.refill(EVALUATION, allotment.num_missing(GANG))
 
     def _held_by_others(self) -> Counter[str]:
-        others = [each for other, each in _held.items() if other is not self and other.scheduler == self.scheduler]
-        return Counter(worker for workers in others for worker in workers)
+        others = [other for other in _allotments if other is not self and other.scheduler == self.scheduler]
+        return Counter(worker for other in others for worker in _allotments[other].in_use)
 
     def _num_agents(self) -> Mapping[str, int]:
         """Count the agents on each worker, of this process and of others."""
@@ -227,30 +301,15 @@ class DaskAgents:
 
     def close(self) -> None:
         with _lock:
-            _held.pop(self, None)
+            _allotments.pop(self, None)
         if self._client.status == "running":
             self._client.cancel(self._futures, force=True)
         self._futures.clear()
 
 
-class Share(DaskAgents):
-    """A gang's share of the workers, and of replacements for lost ones."""
-
-    def __init__(self, cluster: DaskAgents, workers: Sequence[str], refill: Callable[[], list[str]]) -> None:
-        """`refill` replaces lost workers by free ones, and returns all workers of the gang."""
-        vars(self).update(vars(cluster))
-        self._futures = []  # `close` ends only this gang's agents
-        self._refill = refill
-        self.workers = workers
-        self.num_wanted = len(workers)
-
-    def present(self) -> list[str]:
-        return self._refill()
-
-
 _lock = threading.Lock()
-_held: WeakKeyDictionary[DaskAgents, set[str]] = WeakKeyDictionary()
-"""Launcher with a limited number of workers, until its gang ends -> the workers that it has taken."""
+_allotments: WeakKeyDictionary[DaskAgents, Allotment] = WeakKeyDictionary()
+"""Launcher with a limited number of workers, until its gang ends -> its workers, and free ones that it may take."""
 _known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictionary()
 
 

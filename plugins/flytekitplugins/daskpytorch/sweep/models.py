@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, direction_of, require_extra, shown
-from flytekitplugins.daskpytorch.dask.agents import Share
+from flytekitplugins.daskpytorch.dask.agents import Allotment
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -27,7 +27,6 @@ from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.sweep.sweep import (
     Model,
     ModelFuture,
-    Pool,
     Sweep,
     as_html,
     counted,
@@ -69,7 +68,7 @@ class ModelFutures(Futures[ModelFuture]):
         self._sweep = sweep
         self._changed = threading.Condition()
         """Lock of the free workers and the waiting models. A notification wakes the thread that starts gangs."""
-        self._pool = Pool(free=set(sweep.cluster.workers))
+        self._allotment = Allotment(sweep.cluster.workers)
         missing = [model for model in models if not sweep.is_over(model)]
         self._waiting = sorted(missing, key=lambda model: -model.num_workers)
         """Largest first. Models whose experiment the study has yet to suggest come last."""
@@ -254,20 +253,20 @@ class ModelFutures(Futures[ModelFuture]):
 
     def _next_unknown(self) -> Model | None:
         with self._changed:
-            is_busy = self._preempted is not None or self._pool.num_free == 0
+            is_busy = self._preempted is not None or self._allotment.num_free == 0
             if is_busy or any(model.num_workers for model in self._waiting):
                 return None
             return next(iter(self._waiting), None)
 
     def _start_what_fits(self) -> None:
         for model in [model for model in self._waiting if model.num_workers and self._preempted is None]:
-            if self._pool.num_free == 0:
+            if self._allotment.num_free == 0:
                 return
-            if (workers := self._pool.acquire(model, model.num_workers)) is not None:
+            if (workers := self._allotment.acquire(model, model.num_workers)) is not None:
                 try:
                     request = self._sweep.request(model)
                 except Exception as error:  # fails this experiment alone, which was changed since the call
-                    self._pool.release(model)
+                    self._allotment.release(model)
                     error.add_note(self._place_of(model))
                     self._give_up([model], error)
                 else:
@@ -275,10 +274,10 @@ class ModelFutures(Futures[ModelFuture]):
                     self._start(model, request, workers)
 
     def _start(self, model: Model, request: Request, workers: Sequence[str]) -> None:
-        share = Share(self.cluster, workers, functools.partial(self._refill, model))
+        launcher = self.cluster.share(workers, functools.partial(self._refill, model))
         world_size = model.num_workers * request.ranks_per_worker
         observers = self._sweep.observers(model, request.observers)
-        supervisor = Supervisor(replace(request, observers=[]), share, observers, received=model.future.received)
+        supervisor = Supervisor(replace(request, observers=[]), launcher, observers, received=model.future.received)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
         model.gang[0].add_done_callback(lambda _: self._end(model))
@@ -293,19 +292,19 @@ class ModelFutures(Futures[ModelFuture]):
                 text = f"the model was not trained: {self._preempted}"
                 self._give_up(self._waiting, PreemptedError(text, cause=self._preempted))
             elif present is not None:
-                self._pool.update(present)
+                self._allotment.update(present)
                 self._give_up_the_too_large()
-            elif not self._pool.is_in_use:
+            elif not self._allotment.has_holders:
                 text = "the model was not trained: the Dask scheduler was lost. See its log"
                 self._give_up(self._waiting, WorkerLostError(text))
 
     def _give_up_the_too_large(self) -> None:
-        too_large = [model for model in self._waiting if max(1, model.num_workers) > self._pool.num_workers]
+        too_large = [model for model in self._waiting if max(1, model.num_workers) > len(self._allotment.workers)]
         now = time.monotonic()
         if not too_large:
             self._enough_at = now
         elif now - self._enough_at >= self._sweep.settings.start_timeout:
-            wanted, there = max(1, *(model.num_workers for model in too_large)), self._pool.num_workers
+            wanted, there = max(1, *(model.num_workers for model in too_large)), len(self._allotment.workers)
             text = f"{there} workers are left for a model that takes {wanted}, and no others came within "
             text += f"{self._sweep.settings.start_timeout:g} s. Start more, or raise Gang(start_timeout=...)"
             self._give_up(too_large, GangStartError(text))
@@ -327,8 +326,8 @@ class ModelFutures(Futures[ModelFuture]):
         """
         present = self.cluster.present()
         with self._changed:
-            self._pool.update(present)
-            return self._pool.refill(model)
+            self._allotment.update(present)
+            return self._allotment.refill(model)
 
     def _end(self, model: Model) -> None:
         gang, model.gang = model.gang, None
@@ -344,7 +343,7 @@ class ModelFutures(Futures[ModelFuture]):
     def _note_end(self, model: Model, error: BaseException | None, result: Any) -> None:
         self._sweep.tell(model, error, result)  # before the study suggests another experiment
         with self._changed:
-            self._pool.release(model)
+            self._allotment.release(model)
             self._changed.notify_all()
         stopped = error if isinstance(error, StoppedEarlyError) else None
         if model.storage is not None:

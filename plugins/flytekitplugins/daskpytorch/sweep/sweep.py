@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,7 +41,6 @@ from flytekitplugins.daskpytorch.protocol.code import Code, pack_code
 from flytekitplugins.daskpytorch.protocol.function import name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
 from flytekitplugins.daskpytorch.sweep.trials import Trials
@@ -215,60 +214,6 @@ class Sweep:
 def _fit(settings: Gang, num_workers: int) -> Gang:
     least = settings.min_workers
     return settings if least is None or least <= num_workers else replace(settings, min_workers=num_workers)
-
-
-# ---- Workers
-
-
-@dataclass
-class Pool:
-    """Workers of a Dask cluster, each free or held by one model's gang, the holder. Not thread-safe."""
-
-    free: set[str] = field(default_factory=set)
-    """By the names that users see."""
-    _held: dict[Hashable, set[str]] = field(default_factory=dict)
-    _wanted: dict[Hashable, int] = field(default_factory=dict)
-    """Number of workers that each holder has requested."""
-
-    @property
-    def num_free(self) -> int:
-        """Workers that a new gang can get: free ones, less replacements that running gangs wait for."""
-        return max(0, len(self.free) - sum(self._num_missing(holder) for holder in self._held))
-
-    @property
-    def num_workers(self) -> int:
-        return len(self.free) + sum(map(len, self._held.values()))
-
-    @property
-    def is_in_use(self) -> bool:
-        return bool(self._held)
-
-    def update(self, present: Iterable[str]) -> None:
-        """Set the workers that the cluster has now. Lost workers are taken from their gangs."""
-        there = set(present)
-        for workers in self._held.values():
-            workers.intersection_update(there)
-        self.free = there.difference(*self._held.values())
-
-    def acquire(self, holder: Hashable, count: int) -> list[str] | None:
-        """Assign workers to a new holder, and return their names. None: too few are free."""
-        if count > self.num_free:
-            return None
-        self._held[holder], self._wanted[holder] = set(), count
-        return self.refill(holder)
-
-    def refill(self, holder: Hashable) -> list[str]:
-        missing = sorted(self.free, key=worker_order)[: self._num_missing(holder)]
-        self.free.difference_update(missing)
-        self._held[holder].update(missing)
-        return sorted(self._held[holder], key=worker_order)
-
-    def release(self, holder: Hashable) -> None:
-        self.free |= self._held.pop(holder)
-        del self._wanted[holder]
-
-    def _num_missing(self, holder: Hashable) -> int:
-        return self._wanted[holder] - len(self._held[holder])
 
 
 # ---- The models and their display
