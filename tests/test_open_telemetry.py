@@ -133,12 +133,12 @@ def test_the_last_figures_of_a_gang_are_exported_for_a_while(read: Read, monkeyp
 
 def test_dashboard_and_guide_ask_for_figures_and_labels_that_there_are() -> None:
     exported = {
-        name_in_prometheus(f"daskpytorch.{name}", each.unit, is_counter=each.is_counter): {
+        name_in_prometheus(f"daskpytorch.{each.name}", each.unit, is_counter=each.is_counter): {
             "training",
             "model",
             each.label,
         }
-        for name, each in FIGURES.items()
+        for each in FIGURES
     }
     dashboard = json.loads((REPOSITORY / "docs/assets/grafana.json").read_text())
     variables = {each["name"]: each for each in dashboard["templating"]["list"]}

@@ -28,6 +28,7 @@ from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, Histogram, P
 from flytekitplugins.daskpytorch.report.chart import best_of
 from flytekitplugins.daskpytorch.report.pieces import brief
 
+TITLE = "Training"
 MAX_FIGURES = 6
 NUM_OPEN = 8
 """Further charts unfold at a click."""
@@ -83,8 +84,7 @@ def _how_it_goes(run: RunState) -> Iterable[str]:
         share = 1.0 if phase.tone == "good" else num_done(record) / record.num_steps
     moment = time.strftime("%H:%M:%S %Z", time.localtime(run.now))
     note = f"ended at {moment}" if run.end is not None else f"as of {moment}"
-    title = run.title or "Training"
-    yield report.status(phase.word, title, tone=phase.tone, note=note, done=share)
+    yield report.status(phase.word, run.title or TITLE, tone=phase.tone, note=note, done=share)
     if run.end is not None and run.end.error:
         title, _, words = run.end.text.strip().partition("\n")
         yield report.alert(title, words, tone=phase.tone)
@@ -99,7 +99,7 @@ def figures(run: RunState) -> dict[str, object]:
         figures["epoch"] = run.metrics.epoch
     if record is not None:
         figures["step"] = (record.step, f"of {record.num_steps:,}" if record.num_steps else "")
-        left = _seconds_left(run)
+        left = seconds_left(record, run.rate.per_second) if run.phase.tone == "busy" else None
         if left is not None:
             figures["time left"] = (report.duration(left), "at the pace of the last steps")
     elif num_steps := max((usage.num_steps for usage in run.usages.values()), default=0):
@@ -131,11 +131,6 @@ def _best_of(chart: Chart, name: str) -> str:
         return ""
     x, y = best_of(points, chart.best[name])
     return f"best {brief(y)} at step {brief(x)}"
-
-
-def _seconds_left(run: RunState) -> float | None:
-    record, speed = run.record, run.rate.per_second
-    return None if run.phase.tone != "busy" or record is None else seconds_left(record, speed)
 
 
 def _learning(run: RunState) -> Iterable[str]:
@@ -285,7 +280,6 @@ def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
     return report.table(("step", "metrics", "bytes", "place"), rows)
 
 
-TITLE = "Training"
 INTERVAL = 3.0
 """Seconds after which the page is written if it has changed."""
 SHARE = 0.02

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, get_args
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.errors import Kind
 from flytekitplugins.daskpytorch.protocol.journal import Training
+from flytekitplugins.daskpytorch.records import RankUsage
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Observation
@@ -26,10 +28,16 @@ SHOWN_AFTER_END = 120.0
 RESTART_KINDS = tuple(kind for kind in get_args(Kind) if kind != "closed")
 
 
-@dataclass(frozen=True, kw_only=True)
+Values = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
 class Figure:
     name: str
     help: str
+    value: Callable[[RunState], float | Values | None]
+    """Returns the figure, or the figures by their own label. None: unknown."""
+    _: KW_ONLY
     unit: str = ""
     """UCUM code. Exporters to Prometheus name every gauge of unit "1" a ratio."""
     label: str | None = None
@@ -38,66 +46,61 @@ class Figure:
     """True if the figure counts events from the gang's start."""
 
 
-FIGURES = {
-    figure.name: figure
-    for figure in (
-        Figure(name="running", help="1 while the gang runs, 0 after its end."),
-        Figure(name="ranks", help="Number of ranks of the gang."),
-        Figure(name="nodes", help="Number of Dask workers of the gang, or 1 on the task's own node."),
-        Figure(name="step", help="Step of rank 0's newest log record."),
-        Figure(name="steps", help="Total number of steps, if the training logs the number."),
-        Figure(name="metric", help="Newest value of each metric that rank 0 logs.", label="metric"),
-        Figure(name="restarts", help="Restarts of the gang by kind of failure.", label="kind", is_counter=True),
-        Figure(name="forming", help="Duration of the newest start, until all ranks have met.", unit="s"),
-        Figure(name="goodput", help="Time of the gang by its use.", unit="s", label="use"),
-        Figure(name="checkpoints", help="Checkpoints that the gang has made safe.", is_counter=True),
-        Figure(name="checkpoint_step", help="Step of the newest checkpoint that is safe."),
-        Figure(
-            name="checkpoint_timestamp",
-            help="Time of the newest safe checkpoint since 1970, or of the start from an earlier run's checkpoint.",
-            unit="s",
-        ),
-        Figure(name="rank_steps", help="Optimizer steps of a rank in this attempt.", label="rank"),
-        Figure(name="rank_cpu_cores", help="Processor cores that a rank keeps busy.", label="rank"),
-        Figure(name="rank_memory", help="Main memory of a rank.", unit="By", label="rank"),
-        Figure(name="rank_gpu_memory", help="Memory in use on a rank's GPU.", unit="By", label="rank"),
-        Figure(name="rank_gpu_utilization", help="Use of a rank's GPU, from 0 to 1.", unit="1", label="rank"),
-    )
-}
+def _of_ranks(value: Callable[[RankUsage], float | None]) -> Callable[[RunState], Values]:
+    """Return a function that returns a running gang's values of the first ranks, by rank."""
 
+    def values(run: RunState) -> Values:
+        usages = list(run.usages.values()) if run.end is None else []
+        return {str(usage.rank): value(usage) for usage in usages if usage.rank < MAX_RANKS}
 
-def values_of(run: RunState) -> dict[str, dict[str, float]]:
-    """Return the known values of the figures by name, and by the figure's own label ("" without one)."""
-    shape, values = run.shape, {"running": {"": float(run.end is None)}}
-
-    def add(name: str, value: float | None, label: str = "") -> None:
-        if value is not None:
-            values.setdefault(name, {})[label] = float(value)
-
-    if shape is not None:
-        add("ranks", shape.world_size)
-        add("nodes", len(shape.nodes))
-    if (last := run.last) is not None:
-        add("step", last.step)
-        add("steps", last.num_steps)
-    numbers = ((name, value) for name, value in run.newest.items() if isinstance(value, (int, float)))
-    values["metric"] = {name: float(value) for name, value in itertools.islice(numbers, MAX_METRICS)}
-    values["restarts"] = {kind: float(run.failures[kind]) for kind in RESTART_KINDS}  # a first 1 shows no increase
-    add("forming", run.forming)
-    if run.goodput is not None:
-        values["goodput"] = {use: seconds for use, seconds in run.goodput.as_dict().items() if use != "total"}
-    add("checkpoints", run.num_checkpoints)
-    if run.checkpoint is not None:
-        add("checkpoint_step", run.checkpoint[0])
-        add("checkpoint_timestamp", run.checkpoint[1])
-    for usage in list(run.usages.values()) if run.end is None else ():
-        if (rank := usage.rank) < MAX_RANKS:
-            add("rank_steps", usage.num_steps, str(rank))
-            add("rank_cpu_cores", usage.cpu, str(rank))
-            add("rank_memory", usage.memory, str(rank))
-            add("rank_gpu_memory", usage.gpu_memory, str(rank))
-            add("rank_gpu_utilization", usage.gpu_utilization, str(rank))
     return values
+
+
+def _metrics(run: RunState) -> Values:
+    numbers = ((name, value) for name, value in run.newest.items() if isinstance(value, (int, float)))
+    return dict(itertools.islice(numbers, MAX_METRICS))
+
+
+def _uses_of_time(run: RunState) -> Values:
+    seconds = run.goodput.as_dict() if run.goodput is not None else {}
+    return {use: seconds[use] for use in seconds if use != "total"}
+
+
+def _restarts(run: RunState) -> Values:
+    return {kind: run.failures[kind] for kind in RESTART_KINDS}  # a first 1 shows no increase
+
+
+CHECKPOINT_TIME = "Time of the newest safe checkpoint since 1970, or of the start from an earlier run's checkpoint."
+FIGURES = (
+    Figure("running", "1 while the gang runs, 0 after its end.", lambda run: run.end is None),
+    Figure("ranks", "Number of ranks of the gang.", lambda run: run.shape and run.shape.world_size),
+    Figure(
+        "nodes", "Number of Dask workers, or 1 on the task's own node.", lambda run: run.shape and len(run.shape.nodes)
+    ),
+    Figure("step", "Step of rank 0's newest log record.", lambda run: run.record and run.record.step),
+    Figure(
+        "steps",
+        "Total number of steps, if the training logs the number.",
+        lambda run: run.record and run.record.num_steps,
+    ),
+    Figure("metric", "Newest value of each metric that rank 0 logs.", _metrics, label="metric"),
+    Figure("restarts", "Restarts of the gang by kind of failure.", _restarts, label="kind", is_counter=True),
+    Figure("forming", "Duration of the newest start, until all ranks have met.", lambda run: run.forming, unit="s"),
+    Figure("goodput", "Time of the gang by its use.", _uses_of_time, unit="s", label="use"),
+    Figure("checkpoints", "Checkpoints that the gang has made safe.", lambda run: run.num_checkpoints, is_counter=True),
+    Figure("checkpoint_step", "Step of the newest safe checkpoint.", lambda run: run.checkpoint and run.checkpoint[0]),
+    Figure("checkpoint_timestamp", CHECKPOINT_TIME, lambda run: run.checkpoint and run.checkpoint[1], unit="s"),
+    *(
+        Figure(f"rank_{name}", words, _of_ranks(attrgetter(field)), unit=unit, label="rank")
+        for name, words, field, unit in (
+            ("steps", "Optimizer steps of a rank in this attempt.", "num_steps", ""),
+            ("cpu_cores", "Processor cores that a rank keeps busy.", "cpu", ""),
+            ("memory", "Main memory of a rank.", "memory", "By"),
+            ("gpu_memory", "Memory in use on a rank's GPU.", "gpu_memory", "By"),
+            ("gpu_utilization", "Use of a rank's GPU, from 0 to 1.", "gpu_utilization", "1"),
+        )
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +142,11 @@ class GangFigures(View):
     def is_shown(self) -> bool:
         return self.state.ended_at is None or time.time() - self.state.ended_at < SHOWN_AFTER_END
 
-    def samples(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
-        own = FIGURES[name].label
-        for label, value in values_of(self.state).get(name, {}).items():
-            yield self.attributes if own is None else {**self.attributes, own: label}, value
+    def samples(self, figure: Figure) -> Iterator[tuple[dict[str, str], float]]:
+        found = figure.value(self.state)
+        for label, value in found.items() if isinstance(found, Mapping) else [(None, found)]:
+            if value is not None:
+                yield {**self.attributes, **({figure.label: label} if figure.label and label else {})}, float(value)
 
 
 # ---- The process's instruments --------------------------------------------------------------------------------------
@@ -167,15 +171,15 @@ def _export(gang: GangFigures) -> None:
 
 def _make_instruments(provider: Any) -> None:
     meter = provider.get_meter("flytekitplugins.daskpytorch")
-    for name, figure in FIGURES.items():
+    for figure in FIGURES:
         make = meter.create_observable_counter if figure.is_counter else meter.create_observable_gauge
-        make(f"daskpytorch.{name}", [partial(_observe, name)], figure.unit, figure.help)
+        make(f"daskpytorch.{figure.name}", [partial(_observe, figure)], figure.unit, figure.help)
 
 
-def _observe(name: str, _: object) -> Iterator[Observation]:
+def _observe(figure: Figure, _: object) -> Iterator[Observation]:
     from opentelemetry.metrics import Observation
 
     newest = {tuple(gang.attributes.values()): gang for gang in [*_gangs] if gang.is_shown}
     for gang in newest.values():
-        for attributes, value in gang.samples(name):
+        for attributes, value in gang.samples(figure):
             yield Observation(value, attributes)

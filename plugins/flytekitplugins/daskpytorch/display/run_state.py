@@ -151,7 +151,7 @@ class RunState(Observer):
     newest: dict[str, Any] = field(default_factory=dict)
     values: Values = field(default_factory=Values)
     record: LogRecord | None = None
-    """Newest log record of rank 0 in the current attempt."""
+    """Newest log record of rank 0, without evaluations."""
     rate: Pace = field(default_factory=Pace)
     """Steps per second of rank 0, from its newest log records."""
     metrics: Metrics = field(default_factory=Metrics)
@@ -223,11 +223,6 @@ class RunState(Observer):
         if (phase := self.history.phase) is not None and phase.word in (TRAINING, IDLE, NO_END):
             return phase
         return Phase("starting again", "warn") if self.restarts else Phase("starting", "idle")
-
-    @property
-    def last(self) -> LogRecord | None:
-        """Newest log record of rank 0 that no restart has removed."""
-        return next((record for record in reversed(self.records) if not record.is_evaluation), None)
 
     @property
     def memory(self) -> int:
@@ -328,7 +323,6 @@ class RunState(Observer):
         self.stays = True
         self.call, self.called_at = event.name, event.time
         self.metrics, self.drawings = Metrics(), {}
-        self._forget()
         self.cut(())
         self.history.tell(event, f"calls {event.name}")
         self.history.enter(event, Phase(TRAINING, "busy"))
@@ -378,10 +372,9 @@ class RunState(Observer):
             self.failures[event.kind] += 1
         self.metrics.cut(step)
         self.drawings = {name: each for name, each in self.drawings.items() if step is not None and each[0] <= step}
-        self._forget()
         self.cut(self.records, -math.inf if step is None else step)
         start = f"from step {step:,}" if step is not None else "without a checkpoint"
-        self.history.tell(event, f"starts again {start}: {event.reason}", "good" if event.kind is None else "bad")
+        self.history.tell(event, f"goes on {start}: {event.reason}", "good" if event.kind is None else "bad")
         self.restarts = [*self.restarts, (step or 0, event.reason.partition("\n")[0])][-MAX_SPANS:]
         self.history.enter(event, Phase(WORKERS, "idle"))
 
@@ -418,12 +411,11 @@ class RunState(Observer):
             self.history.enter(last, Phase(NO_END, "warn"))
 
     def cut(self, records: Sequence[LogRecord], step: float = math.inf) -> None:
+        """Keep those of the records up to a step. All others will be logged again, or belong to the call before."""
         self.records = [record for record in records if record.step <= step]
+        self.record = next((record for record in reversed(self.records) if not record.is_evaluation), None)
         self.newest = {name: value for record in self.records for name, value in record.metrics.items()}
-
-    def _forget(self) -> None:
-        """Drop the values that will be logged again, or that belong to the call before."""
-        self.record, self.values = None, Values()
+        self.values = Values()
         self.rate.clear()
         self._spoilt.clear()
 
@@ -472,8 +464,8 @@ class Logged:
     @property
     def step(self) -> int | None:
         """Step of rank 0's last log record. None without records."""
-        last = self._run_state.last
-        return None if last is None else last.step
+        record = self._run_state.record
+        return None if record is None else record.step
 
     @property
     def goodput(self) -> Goodput | None:
