@@ -9,7 +9,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -79,6 +80,12 @@ def _accepting_torchruns(command: click.Command) -> click.Command:
     return command
 
 
+def _setting(name: str, words: str, metavar: str | None = None, *, type: Any = None) -> Callable[[Any], Any]:  # noqa: A002
+    """Return the option of a gang's setting, with the setting's default."""
+    [default] = [field.default for field in fields(Gang) if field.name == name]
+    return click.option(f"--{name.replace('_', '-')}", type=type, default=default, metavar=metavar, help=words)
+
+
 @_accepting_torchruns
 @click.command(
     context_settings={
@@ -112,42 +119,31 @@ def _accepting_torchruns(command: click.Command) -> click.Command:
     help="number of the Dask workers to take (default: all). Without --scheduler: workers of a Dask cluster that the "
     "command starts on this node",
 )
-@click.option(
-    "--min-workers",
+@_setting(
+    "min_workers",
+    "number of workers with which the gang starts, or restarts after losing workers (default: all)",
+    "N",
     type=COUNT,
-    metavar="N",
-    help="number of workers with which the gang starts, or restarts after losing workers (default: all)",
 )
-@click.option(
-    "--backend",
+@_setting(
+    "backend",
+    "backend of the process group. auto: nccl if each rank has a GPU, else gloo",
     type=click.Choice(["auto", "gloo", "nccl"]),
-    default="auto",
-    help="backend of the process group. auto: nccl if each rank has a GPU, else gloo",
 )
 @click.option(
     "--virtual-local-rank", is_flag=True, help="each rank sees only its own GPU, as device 0, and LOCAL_RANK is 0"
 )
-@click.option("--max-restarts", default=3, metavar="N", help="restarts of a failed gang")
-@click.option("--start-timeout", default=600.0, metavar="SECONDS", help="timeout for workers and ranks to start")
-@click.option(
-    "--hang-timeout",
-    type=_hang_timeout,
-    default="auto",
-    metavar="auto|none|SECONDS",
-    help="time without signs of life after which the gang ends",
+@_setting("max_restarts", "restarts of a failed gang", "N")
+@_setting("start_timeout", "timeout for workers and ranks to start", "SECONDS")
+@_setting(
+    "hang_timeout", "time without signs of life after which the gang ends", "auto|none|SECONDS", type=_hang_timeout
 )
-@click.option(
-    "--on-error",
+@_setting(
+    "on_error",
+    "hold: a rank that raises an exception waits in pdb until a terminal has come and left",
     type=click.Choice(["stop", "hold"]),
-    default="stop",
-    help="hold: a rank that raises an exception waits in pdb until a terminal has come and left",
 )
-@click.option(
-    "--attach-timeout",
-    default=300.0,
-    metavar="SECONDS",
-    help="timeout for `daskpytorch attach` to open the debugger of a rank that waits",
-)
+@_setting("attach_timeout", "timeout for `daskpytorch attach` to open the debugger of a rank that waits", "SECONDS")
 @click.option(
     "--checkpoints",
     "checkpoint_uri",
