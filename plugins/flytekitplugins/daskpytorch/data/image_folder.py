@@ -25,12 +25,9 @@ from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
-
-    Picture = Image | Tensor
-    from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
+    Picture = Image | Tensor
 
 Decoder = Literal["pil", "tensor"]
 END_OF_JPEG = b"\xff\xd9"
@@ -120,8 +117,10 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side
         picture = Image.open(io.BytesIO(body))  # reads the header only
         _check_size(picture, max_pixels)
         is_whole_size = min_side is None or not _shrink(picture, min_side)
+        is_for_torch = picture.format == "JPEG" and picture.mode in JPEG_MODES
         # Torchvision decodes a JPEG that is cut short, with a grey rest. The other decoders raise an error.
-        if decoder != "pil" and is_whole_size and _is_for_torch(picture) and _is_whole(body):
+        is_complete = body.rstrip(b"\0").endswith(END_OF_JPEG)
+        if decoder != "pil" and is_whole_size and is_for_torch and is_complete:
             return _jpeg_decoder()(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         ImageOps.exif_transpose(picture, in_place=True)  # without `in_place` PIL copies the picture
         upright = _as_rgb(picture)
@@ -152,10 +151,6 @@ def _shrink(picture: ImageFile, min_side: int) -> bool:
     return picture.size != whole
 
 
-def _is_for_torch(picture: Image) -> bool:
-    return picture.format == "JPEG" and picture.mode in JPEG_MODES
-
-
 def _as_rgb(picture: Image) -> Image:
     if picture.mode.startswith("I;16"):  # PIL would clip all values above 255 of 65535
         return picture.point(lambda brightness: brightness / 256).convert("L").convert("RGB")
@@ -166,10 +161,6 @@ def _as_rgb(picture: Image) -> Image:
     if picture.format == "JPEG" and picture.mode == "RGB":
         return picture  # convert() would copy it, as it must for other formats, whose file PIL may keep open
     return picture.convert("RGB")
-
-
-def _is_whole(body: bytes) -> bool:
-    return body.rstrip(b"\0").endswith(END_OF_JPEG)
 
 
 def _as_tensor(picture: Image) -> Tensor:

@@ -334,7 +334,11 @@ class RankLoader:
         self.num_items = len(dataset)
         self._loop = object()
         self._generator = torch.Generator()  # else each epoch would draw from the global one, as dropout does
-        source, batches = reading_ahead(dataset, self._batches, options.get("num_workers", 0))
+        source, self._batches.numbers = numbers_in_whole(dataset)
+        reads_ahead = self._batches.numbers is not None
+        batches: Batches = self._batches
+        if reads_ahead:
+            batches = ReadAhead(batches, options.get("num_workers", 0))
         self._loader: DataLoader[Any] = DataLoader(source, batch_sampler=batches, generator=self._generator, **options)
 
     @property
@@ -411,10 +415,13 @@ class _BatchesOfRank(RankBatches):
     """Batches of one rank, none of them empty: an empty batch is replaced by an item of another rank."""
 
     _owner = "RankLoader"
+    numbers: Sequence[int] | None = None
+    """Indices in the dataset below `Subset`s, which the batches have instead of the `Subset`'s."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for step, share in zip(self.steps, super().__iter__(), strict=True):
-            yield share or step[:1].tolist()
+            batch = share or step[:1].tolist()
+            yield batch if self.numbers is None else [self.numbers[index] for index in batch]
 
 
 def _problems(dataset: object, options: Mapping[str, Any]) -> list[str]:
@@ -502,35 +509,12 @@ def ahead_of(batch: Iterable[int]) -> Sequence[int]:
     return batch.ahead if isinstance(batch, _Batch) else ()
 
 
-def reading_ahead(dataset: Any, batches: Batches, num_workers: int) -> tuple[Any, Batches]:
-    """Return the dataset and the batch sampler with which a `DataLoader` reads the next batch ahead.
+def numbers_in_whole(dataset: Any) -> tuple[Any, Sequence[int] | None]:
+    """Return the dataset below `Subset`s that can read ahead, and there the index of each item.
 
-    A `Subset` of a dataset that can read ahead becomes the whole dataset, and the batches get indices of the whole. A
-    dataset that cannot read ahead is returned unchanged, with its batches.
+    A dataset that cannot read ahead is returned unchanged, with None.
     """
-    whole, parts = dataset, []
-    while type(whole) is Subset:
-        parts.append(whole.indices)
-        whole = whole.dataset
-    if not getattr(whole, "reads_ahead", False):
-        return dataset, batches
-    return whole, ReadAhead(_Renumbered(batches, parts), num_workers)
-
-
-class _Renumbered:
-    """Turns indices of a `Subset`, also of nested ones, into indices of the whole dataset."""
-
-    def __init__(self, batches: Batches, parts: Sequence[Sequence[int]]) -> None:
-        self._batches, self._parts = batches, parts
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for numbers in self._batches:
-            yield [self._in_whole(number) for number in numbers]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def _in_whole(self, number: int) -> int:
-        for part in self._parts:
-            number = part[number]
-        return number
+    if type(dataset) is not Subset:
+        return dataset, range(len(dataset)) if getattr(dataset, "reads_ahead", False) else None
+    whole, numbers = numbers_in_whole(dataset.dataset)
+    return (dataset, None) if numbers is None else (whole, [numbers[index] for index in dataset.indices])
