@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from rich.console import Console
 
@@ -34,12 +34,13 @@ from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, request_for
 from flytekitplugins.daskpytorch.driver.storage import storage_of
-from flytekitplugins.daskpytorch.errors import GangStartError, StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.code import Code, pack_code
 from flytekitplugins.daskpytorch.protocol.function import name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
+from flytekitplugins.daskpytorch.protocol.journal import End
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
@@ -122,9 +123,7 @@ class Sweep:
 
         Any error of the study or of the user's function is raised.
         """
-        if self.trials is None:
-            raise TypeError("this sweep has no study to suggest experiments: pass a Search to dispatch.map")
-        experiment = self.trials.ask(model.index)
+        experiment = cast("Trials", self.trials).ask(model.index)
         model.line = self.board.line(model.index, experiment)
         self.prepare(model, experiment)
         if model.storage is not None:
@@ -221,6 +220,8 @@ def _fit(settings: Gang, num_workers: int) -> Gang:
 Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]
 STATUSES = get_args(Status)
 """In the order in which displays list them."""
+STATUS_OF: Mapping[str, Status] = {"done": "finished", "stopped early": "stopped early", "cancelled": "cancelled"}
+"""By the word of a gang's end. Other ends: failed."""
 MAX_SHOWN = 100
 COUNT_INTERVAL = 5.0
 """Minimum number of seconds between two lines with the number of ended models."""
@@ -300,14 +301,7 @@ def error_of(future: Future[Any]) -> BaseException | None:
 
 
 def status_of(error: BaseException | None) -> Status:
-    match error:
-        case None:
-            return "finished"
-        case StoppedEarlyError():
-            return "stopped early"
-        case CancelledError():
-            return "cancelled"
-    return "failed"
+    return STATUS_OF.get(End.of(error).word, "failed")
 
 
 # ---- Display

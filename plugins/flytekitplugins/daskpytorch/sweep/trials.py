@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
@@ -43,13 +43,11 @@ class Trials:
         """False while a notice of a missing metric may be needed: in early stopping, until a model logs the metric."""
 
     def ask(self, index: int) -> Any:
-        """Return the experiment that the study suggests. Errors of the user's `suggest` are raised."""
-        if not isinstance(self.asked, Search):
-            raise TypeError("early stopping suggests no experiments")
+        """Return the experiment that a search's study suggests. Errors of the user's `suggest` are raised."""
         with self._lock:
             trial = self._trials[index] = self.study.ask()
             trial.set_user_attr(MODEL, index)
-        return self.asked.suggest(trial)
+        return cast("Search", self.asked).suggest(trial)
 
     def resume(self, index: int, before: optuna.trial.FrozenTrial) -> None:
         """Give a model that began in an earlier call its trial again, or a new trial with the same parameters."""
