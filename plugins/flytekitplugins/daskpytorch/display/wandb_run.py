@@ -190,17 +190,10 @@ def _is_open(run: Any) -> bool:
 
 
 def _join(init: Callable[..., Any], run: Any, *args: Any, **given: Any) -> Any:
-    """Stand in for `wandb.init`: return the open run with the call's configuration, name, notes and tags.
-
-    wandb's own `init` would return the run without these values. It opens another run if `reinit` asks for one.
-    """
-    if not _is_open(run) or given.get("reinit") in (True, "finish_previous", "create_new"):
-        return init(*args, **given)
-    run.config.update(given.get("config") or {}, allow_val_change=True)
-    for name in ("name", "notes", "tags"):
-        if given.get(name):
-            setattr(run, name, (*(run.tags or ()), *given["tags"]) if name == "tags" else given[name])
-    return run
+    """Stand in for `wandb.init`, which returns the open run, but without the configuration of this call."""
+    if (joined := init(*args, **given)) is run:
+        run.config.update(given.get("config") or {}, allow_val_change=True)
+    return joined
 
 
 def _shown(value: Any) -> Any:
