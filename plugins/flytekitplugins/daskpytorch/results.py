@@ -283,8 +283,6 @@ def _objection(path: str) -> str | None:
         return "it has a '..'"
     if path.endswith("/"):
         return "it names a folder"
-    if path.count("/") > MAX_FOLDERS:
-        return f"it is {path.count('/')} folders deep, and may be {MAX_FOLDERS}"
     return None
 
 
@@ -299,7 +297,8 @@ class TaskResults:
         self._execution = execution
         self.folder = str(execution.new_folder())
         """Path or URI of the results, made only if a rank submits files or uses the folder."""
-        self._is_remote = "://" in self.folder and not self.folder.startswith("file://")
+        path = self.folder.removeprefix("file://")
+        self._path = None if "://" in path else Path(path)
         self.has_files = False
         self._profiles: list[str] = []
 
@@ -311,7 +310,8 @@ class TaskResults:
         of the gang is raised instead.
         """
         received, worker = ReceivedResults(), Worker(name="results")
-        with self._local_folder() as folder, contextlib.closing(worker):
+        place = contextlib.nullcontext(self._path) if self._path else scratch_folder("daskpytorch-results-")
+        with place as folder, contextlib.closing(worker):
             # In a thread, so that a slow disk does not delay the gang's supervisor. If an error persists, the last
             # write raises it.
             received.notify = partial(worker.submit, partial(self._write, received, folder), lambda *_: True)
@@ -330,14 +330,9 @@ class TaskResults:
 
     def profiles(self) -> dict[str, str]:
         """Return the URIs of the traces by `Gang(profile=...)`, by file name."""
-        if not self._is_remote:
-            self._profiles = _files_below(Path(self.folder.removeprefix("file://")) / PROFILES)
+        if self._path is not None:
+            self._profiles = _files_below(self._path / PROFILES)
         return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}
-
-    def _local_folder(self) -> contextlib.AbstractContextManager[Path]:
-        if self._is_remote:
-            return scratch_folder("daskpytorch-results-")
-        return contextlib.nullcontext(Path(self.folder.removeprefix("file://")))
 
     def _write(self, received: ReceivedResults, folder: Path) -> None:
         """Write all submitted files that have arrived. Raises `OSError` of the disk. The next call tries again."""
@@ -347,7 +342,7 @@ class TaskResults:
     def _deliver(self, received: ReceivedResults, folder: Path) -> None:
         self._write(received, folder)
         if any(path.is_file() for path in folder.rglob("*")):
-            if self._is_remote:
+            if self._path is None:
                 self._execution.put_folder(folder, self.folder)
                 self._profiles = _files_below(folder / PROFILES)
             self.has_files = True
@@ -357,10 +352,10 @@ class TaskResults:
         return True
 
     def _make_empty_folder(self) -> None:
-        if self._is_remote:  # object stores have no folders, so an object marks the empty folder
+        if self._path is None:  # object stores have no folders, so an object marks the empty folder
             self._execution.filesystem(self.folder).pipe_file(f"{self.folder}/", b"")
         else:
-            Path(self.folder.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
+            self._path.mkdir(parents=True, exist_ok=True)
 
 
 def _files_below(folder: Path) -> list[str]:

@@ -14,6 +14,8 @@ from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.protocol import journal
 
+LEVELS = {journal.Restarted: logging.WARNING, journal.Listed: logging.DEBUG}
+
 
 def progress(
     name: str, key: str = "", *, is_plain: bool = False, unsaid: tuple[type[Exception], ...] = (Exception,)
@@ -60,8 +62,6 @@ class MachineLog(View):
                 pass
             case journal.Logged():
                 self._log(event, logging.INFO if event.record.rank == 0 else logging.DEBUG, event.record.rank)
-            case journal.Restarted():
-                self._log(event, logging.WARNING)
             case journal.Called() | journal.Ended():
                 if isinstance(event, journal.Ended) and self.state.goodput is not None:
                     self._log(journal.Accounted(time=event.time, goodput=self.state.goodput))
@@ -71,10 +71,8 @@ class MachineLog(View):
                 self._log(event, logging.INFO if is_stop else wanted)
             case journal.Used():
                 self._log(event, logging.DEBUG, event.usage.rank)
-            case journal.Listed():
-                self._log(event, logging.DEBUG)
             case _:
-                self._log(event)
+                self._log(event, LEVELS.get(type(event), logging.INFO))
 
     def say(self, text: str) -> None:
         self._log(journal.Noted(text=text))

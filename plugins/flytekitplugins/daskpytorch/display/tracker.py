@@ -186,13 +186,12 @@ class Tracker(View):
 
     def _wait(self, limit: float) -> None:
         """Wait up to `limit` seconds for an empty queue, but not for a second failure in a row of the same job."""
-        deadline, before = time.monotonic() + limit, None
+        deadline = time.monotonic() + limit
         while self._is_open and (left := deadline - time.monotonic()) > 0:
             first = self._worker.first()
-            if first is None or (first is before and first.num_failures):
+            is_empty = self._worker.flush(min(left, STALL))
+            if is_empty or (first is not None and first.num_failures and first is self._worker.first()):
                 return
-            before = first
-            self._worker.flush(min(left, STALL))
 
     def _say(self, text: str) -> None:
         if text not in self._said:
