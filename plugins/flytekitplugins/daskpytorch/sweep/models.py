@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed, wait
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, direction_of, require_extra, shown
 from flytekitplugins.daskpytorch.dask.agents import Allotment
@@ -138,8 +138,8 @@ class ModelFutures(Futures[ModelFuture]):
         problems.raise_any()
         self._wait(timeout)
         finished = [future for future in self._futures if future.status == "finished"]
-        values = {future: _number(future.metrics.get(metric)) for future in finished}
-        if not (numbers := {future: value for future, value in values.items() if not math.isnan(value)}):
+        values = {future: future.metrics.get(metric) for future in finished}
+        if not (numbers := {future: value for future, value in values.items() if _is_number(value)}):
             names = ", ".join(sorted({name for future in finished for name in future.metrics})) or "nothing"
             raise ValueError(
                 f"best(metric={shown(metric)}): no finished model has logged a number of that name. "
@@ -367,8 +367,5 @@ class ModelFutures(Futures[ModelFuture]):
         return gang.cancel() if gang is not None else model.future.cancelled()
 
 
-def _number(value: object) -> float:
-    try:
-        return float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:
-        return math.nan
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int) or (isinstance(value, float) and not math.isnan(value))
