@@ -23,7 +23,6 @@ from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.system import runs_gangs
-from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 
@@ -307,9 +306,8 @@ class _Start(Observer):
     seconds = 0.0
     """Seconds from the request for the gang until all ranks had joined the process group."""
 
-    def on_event(self, event: journal.Event) -> None:
-        if isinstance(event, journal.Formed):
-            self.seconds = event.seconds
+    def on_formed(self, seconds: float) -> None:
+        self.seconds = seconds
 
 
 def _in_words(error: Exception, limit: float) -> str:

@@ -153,7 +153,8 @@ class Bucket:
 
     def _reader_of(self, key: str) -> _Obstore | _Botocore:
         plain = self._plainly()
-        if not _is_path(key):
+        is_path = not any(part in ("", ".", "..") for part in key.split("/"))
+        if not is_path or CONTROL_CHARACTERS.search(key) is not None:  # obstore changes or refuses the key
             return plain
         with self._lock:
             if self._quick is None:
@@ -243,14 +244,6 @@ class _Botocore:
             raise _from_botocore(error, f"s3://{self._bucket}/{key}") from error
 
 
-def _is_path(key: str) -> bool:
-    """Return True if obstore can read this key.
-
-    obstore changes keys that are no plain paths, and refuses control characters.
-    """
-    return CONTROL_CHARACTERS.search(key) is None and not any(part in ("", ".", "..") for part in key.split("/"))
-
-
 def _from_obstore(error: Exception, uri: str) -> OSError:
     text = str(error)
     if code := re.search(r"<Code>(\w+)</Code>", text):
@@ -263,19 +256,13 @@ def _from_obstore(error: Exception, uri: str) -> OSError:
 
 
 def _from_botocore(error: Exception, uri: str) -> OSError:
-    from botocore.exceptions import (
-        ClientError,
-        ConnectTimeoutError,
-        NoCredentialsError,
-        PartialCredentialsError,
-        ReadTimeoutError,
-    )
+    from botocore import exceptions as of_botocore
 
-    if isinstance(error, ClientError):
+    if isinstance(error, of_botocore.ClientError):
         return _explained(uri, str(error.response.get("Error", {}).get("Code", "")), str(error))
-    if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+    if isinstance(error, (of_botocore.NoCredentialsError, of_botocore.PartialCredentialsError)):
         return PermissionError(f"{uri} may not be read: {error}. {CREDENTIALS}")
-    if isinstance(error, (ConnectTimeoutError, ReadTimeoutError)):
+    if isinstance(error, (of_botocore.ConnectTimeoutError, of_botocore.ReadTimeoutError)):
         return TimeoutError(f"{uri} was not answered in time: {error}. {SERVER}")
     return ConnectionError(f"{uri} could not be read: {type(error).__name__}: {error}. {SERVER}")
 

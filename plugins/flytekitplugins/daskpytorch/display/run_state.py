@@ -185,13 +185,8 @@ class RunState(Observer):
         self._spoilt: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "lock": None,
-            "records": [],
-            "before": (),
-            "clock": functools.partial(float, self.clock()),
-        }
+        now = functools.partial(float, self.clock())
+        return {**vars(self), "lock": None, "records": [], "before": (), "clock": now}
 
     def copy(self) -> "RunState":
         """Return a copy without the log records, which stays as it is."""

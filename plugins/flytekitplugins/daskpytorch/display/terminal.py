@@ -357,9 +357,8 @@ class ProgressDisplay(Display):
     def _show_called(self, event: journal.Called) -> None:
         seconds, values = event.time - self.state.called_at, describe_values(self.state.values)
         if event.end.error or values or seconds >= MIN_CALL:
-            how = "failed" if event.end.is_failure else "interrupted" if event.end.error else "done"
             name = event.name.rpartition(".")[2]
-            self._board.print(f"{name}: {how} after {duration(seconds)}{values and f', {values}'}")
+            self._board.print(f"{name}: {event.end.word} after {duration(seconds)}{values and f', {values}'}")
         self._show_idle()
 
     def _show_idle(self) -> None:

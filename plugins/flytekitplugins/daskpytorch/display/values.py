@@ -62,7 +62,8 @@ def _cell(value: Any, depth: int) -> str:
     """Return a value as HTML. Empty for types without a short form, such as files. Secrets must be hidden already."""
     if isinstance(value, str):
         is_short = len(value) <= MAX_SHORT and "\n" not in value
-        return text_of(value) if is_short else folded(f"{len(value):,} characters", _lines(value))
+        whole = element("pre", text_of(value), "dpt-pre")
+        return text_of(value) if is_short else folded(f"{len(value):,} characters", whole)
     if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "columns"):
         return _frame(value, depth)
     if (line := _line(value)) is not None:
@@ -86,10 +87,6 @@ def _line(value: Any) -> object | None:
         return _array(value)
     has_parameters = callable(getattr(value, "named_parameters", None))
     return f"{sum(each.numel() for each in value.parameters()):,} parameters" if has_parameters else None
-
-
-def _lines(text: str) -> str:
-    return element("pre", text_of(text), "dpt-pre")
 
 
 def _array(value: Any) -> str:

@@ -99,8 +99,9 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     def _own_tab(self, field: DeckField, inputs: dict[str, Any], outputs: dict[str, Any] | str) -> str:
         if field == DeckField.SOURCE_CODE:
-            source = _source_of(self._task_function)
-            return str(SourceCodeRenderer().to_html(source)) if source else ""
+            with contextlib.suppress(OSError, TypeError):  # Python cannot find the source
+                return str(SourceCodeRenderer().to_html(inspect.getsource(self._task_function)))
+            return ""
         if field == DeckField.DEPENDENCIES:  # flytekit's own tab runs pip twice, which takes seconds
             from flytekitplugins.daskpytorch.report import card, page, table
 
@@ -288,10 +289,7 @@ class DaskClusterTask(_Resumable, _OnDask):
 
         config: Cluster = self.task_config
         refuse_unknown(kwargs)
-        with (
-            known_to_threads(),
-            cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout),
-        ):
+        with known_to_threads(), cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout):
             try:
                 return super().execute(**kwargs)
             except BaseException:
@@ -334,12 +332,6 @@ def _is_of_map_task(frame: FrameType | None) -> bool:
     return caller is not None and isinstance(caller.f_locals.get("self"), ArrayNodeMapTask)
 
 
-def _source_of(function: Callable[..., Any]) -> str:
-    with contextlib.suppress(OSError, TypeError):  # Python cannot find the source
-        return inspect.getsource(function)
-    return ""
-
-
 def _mounts_shared_memory(template: PodTemplate | None) -> bool:
     containers = template.pod_spec.containers if template is not None and template.pod_spec is not None else []
     return any(mount.mount_path == "/dev/shm" for c in containers for mount in c.volume_mounts or [])  # noqa: S108
@@ -379,7 +371,8 @@ class _WithPods(config.OnDask):
         for name in ("scheduler.requests", "scheduler.limits", "workers.requests", "workers.limits"):
             rules[name] = checks.optional(checks.must_be(SINGLE, _has_no_pairs))
             if isinstance(attrgetter(name)(self), Resources):
-                rules[f"{name}.gpu"] = checks.optional(checks.must_be("a whole number", _is_number))
+                is_number = checks.must_be("a whole number", lambda gpus: NUM_GPUS.fullmatch(str(gpus)) is not None)
+                rules[f"{name}.gpu"] = checks.optional(is_number)
         return rules
 
     @property
@@ -467,10 +460,6 @@ class DaskCluster(_WithPods, config.Cluster):
 def _has_no_pairs(resources: object) -> bool:
     is_one = isinstance(resources, Resources)
     return is_one and not any(isinstance(each, (list, tuple)) for each in vars(resources).values())
-
-
-def _is_number(gpus: object) -> bool:
-    return NUM_GPUS.fullmatch(str(gpus)) is not None
 
 
 HOST.add(DaskDDP, DaskDDPTask)
