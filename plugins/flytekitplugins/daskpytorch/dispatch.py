@@ -24,20 +24,12 @@ from distributed import Client
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
-from flytekitplugins.daskpytorch.driver.request import (
-    request_for,
-    request_for_calls,
-)
+from flytekitplugins.daskpytorch.driver.request import request_for, request_for_calls
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 from flytekitplugins.daskpytorch.process.streams import say
-from flytekitplugins.daskpytorch.protocol.function import (
-    check_arguments,
-    check_function,
-    function_of,
-    key_of,
-)
+from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, function_of, key_of
 from flytekitplugins.daskpytorch.protocol.script import as_script
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb, is_debugging
 from flytekitplugins.daskpytorch.task import local_runs

@@ -13,16 +13,7 @@ from typing import Any, Self
 
 from flytekitplugins.daskpytorch.checks import require_extra
 
-__all__ = [
-    "MIN_TOTAL",
-    "Goodput",
-    "Histogram",
-    "LogRecord",
-    "Picture",
-    "RankUsage",
-    "SavedCheckpoint",
-    "numbers",
-]
+__all__ = ["MIN_TOTAL", "Goodput", "Histogram", "LogRecord", "Picture", "RankUsage", "SavedCheckpoint", "numbers"]
 
 NUM_BINS = 64
 """The default of Weights & Biases."""
@@ -319,7 +310,7 @@ class RankUsage:
     rank: int
     """Number of the rank, from 0."""
     time: float
-    """Optimizer steps in this attempt so far."""
+    """Seconds since the epoch, on the rank's clock."""
     num_steps: int
     """Number of optimizer steps in this attempt so far."""
     seconds: Mapping[str, float]
