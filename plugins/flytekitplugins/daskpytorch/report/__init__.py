@@ -10,47 +10,8 @@ Every piece is complete HTML: a single piece can be a Deck, and pieces can be jo
 shared style and the library for drawing (70 kB). `page` contains them only once. Runs in the driver.
 """
 
-from flytekitplugins.daskpytorch.report.chart import Curve, Event, Span, duration, line_chart, timeline
-from flytekitplugins.daskpytorch.report.pieces import (
-    Link,
-    Picture,
-    Tone,
-    alert,
-    card,
-    details,
-    document,
-    figures,
-    grid,
-    page,
-    pictures,
-    section,
-    shares,
-    status,
-    table,
-    text,
-)
+from flytekitplugins.daskpytorch.report import chart, pieces
+from flytekitplugins.daskpytorch.report.chart import *  # noqa: F403
+from flytekitplugins.daskpytorch.report.pieces import *  # noqa: F403
 
-__all__ = [
-    "Curve",
-    "Event",
-    "Link",
-    "Picture",
-    "Span",
-    "Tone",
-    "alert",
-    "card",
-    "details",
-    "document",
-    "duration",
-    "figures",
-    "grid",
-    "line_chart",
-    "page",
-    "pictures",
-    "section",
-    "shares",
-    "status",
-    "table",
-    "text",
-    "timeline",
-]
+__all__ = [*chart.__all__, *pieces.__all__]  # noqa: PLE0604

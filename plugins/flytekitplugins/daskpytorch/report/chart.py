@@ -12,6 +12,8 @@ from typing import Literal
 from flytekitplugins.daskpytorch.process.streams import one_line
 from flytekitplugins.daskpytorch.report.pieces import LARGE, Tone, cells_table, element, folded, name_of, text_of, whole
 
+__all__ = ["Curve", "Event", "Span", "duration", "line_chart", "timeline"]
+
 MAX_VALUE = 1e200
 NUM_COLOURS = 8
 NUM_ROWS = 12

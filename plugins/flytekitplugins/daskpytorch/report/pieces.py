@@ -12,6 +12,25 @@ from typing import Literal
 
 from flytekitplugins.daskpytorch.process.streams import one_line
 
+__all__ = [
+    "Link",
+    "Picture",
+    "Tone",
+    "alert",
+    "card",
+    "details",
+    "document",
+    "figures",
+    "grid",
+    "page",
+    "pictures",
+    "section",
+    "shares",
+    "status",
+    "table",
+    "text",
+]
+
 Tone = Literal["busy", "good", "bad", "warn", "idle"]
 """Meaning of a colour on a page, for example `bad` for a failure."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
