@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint, numbers
@@ -365,13 +365,7 @@ def current_rank() -> RankContext:
     pid, context = _current
     if pid == os.getpid():
         return context
-    return RankContext(
-        rank=context.rank,
-        local_rank=context.local_rank,
-        world_size=context.world_size,
-        local_world_size=context.local_world_size,
-        device_index=context.device_index,
-    )
+    return replace(context, checkpoint=Checkpoint(), progress=Progress(), link=Link(), stop_signal=StopSignal())
 
 
 def enter(context: RankContext) -> None:
