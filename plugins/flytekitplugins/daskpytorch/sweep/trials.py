@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from flytekitplugins.daskpytorch.checks import direction_of
+from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Search
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel
@@ -142,7 +142,7 @@ class Trials:
 
 
 @dataclass(eq=False)
-class _Judge(Observer):
+class _Judge(View):
     _trials: Trials
     _trial: optuna.Trial
     _index: int
@@ -150,9 +150,8 @@ class _Judge(Observer):
     _before: Sequence[LogRecord]
     _last_epoch: int
     """Newest epoch that was reported to the study. -1: none yet."""
-    _names: set[str] = field(default_factory=set)
-    """Metrics that the model has logged, until the metric for early stopping comes."""
     _is_stopped: bool = False
+    state: RunState = field(default_factory=RunState)
 
     def on_event(self, event: journal.Event) -> None:
         if isinstance(event, journal.Resumed):
@@ -182,7 +181,7 @@ class _Judge(Observer):
     def on_end(self, error: Exception | None) -> None:
         if error is not None or not self._trials.claim_notice():
             return
-        names = ", ".join(sorted(self._names)[:MAX_NAMES]) or "nothing"
+        names = ", ".join(sorted(self.state.newest)[:MAX_NAMES]) or "nothing"
         self._say(
             f"early stopping: no record so far had both 'epoch' and {self._trials.metric!r} as numbers, so no model "
             f"can be stopped; logged were: {names}. Log both in one record at the end of each epoch"
@@ -191,8 +190,6 @@ class _Judge(Observer):
     def _falls_behind(self, record: LogRecord) -> bool:
         trials, epoch = self._trials, record.epoch
         value = record.numbers.get(trials.metric) if trials.metric is not None else None
-        if not trials.is_metric_known:
-            self._names.update(record.metrics)
         if epoch is None or epoch < 0 or value is None:
             return False
         trials.is_metric_known = True
