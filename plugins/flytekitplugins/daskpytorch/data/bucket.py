@@ -290,7 +290,7 @@ class Access:
     """Name in `~/.aws/config`. None: the profile that `AWS_PROFILE` names, else the default one."""
     endpoint_url: str | None = None
     """None: from the environment or the profile, else AWS."""
-    region: str | None = None
+    region_name: str | None = None
     """None: from the environment or the profile, else us-east-1."""
     num_connections: int = 32
     timeout: float = 30.0
@@ -329,7 +329,7 @@ class Access:
             retries={"total_max_attempts": 1 + self.num_retries, "mode": "standard"},
             signature_version=UNSIGNED if self.anon else None,
         )
-        region = self.region or session.get_config_variable("region") or "us-east-1"
+        region = self.region_name or session.get_config_variable("region") or "us-east-1"
         return session.create_client("s3", endpoint_url=self.endpoint_url, region_name=region, config=config)
 
 
@@ -368,5 +368,4 @@ def access_options(options: Mapping[str, Any], *, anon: bool) -> dict[str, Any]:
         raise ValueError(
             f"storage_options has {has}, but no {lacks}: give both, or neither to use the environment's credentials"
         )
-    named = {"region" if name == "region_name" else name: value for name, value in options.items()}
-    return named | {"anon": anon or bool(options.get("anon"))}
+    return {**options, "anon": anon or bool(options.get("anon"))}

@@ -407,14 +407,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """Wait for the download of a picture, and decode it. Errors of this picture alone are returned, not raised."""
         try:
             return decode(body.result(), self._decoder, self._max_pixels, self._min_side)
-        except ImageTooLargeError as error:
-            return ImageTooLargeError(
-                f"{self._uri(index)} is not decoded: {error}, or leave it out with on_error='skip'"
-            )
         except BrokenImageError as error:
-            return BrokenImageError(
-                f"{self._uri(index)} cannot be decoded: {error}. Mend it, or leave it out with on_error='skip'"
-            )
+            return type(error)(f"{self._uri(index)} cannot be decoded: {error}. on_error='skip' leaves it out")
         except OF_ONE_PICTURE as error:
             return error
 
