@@ -73,15 +73,17 @@ def _restarts(run: RunState) -> Values:
 CHECKPOINT_TIME = "Time of the newest safe checkpoint since 1970, or of the start from an earlier run's checkpoint."
 FIGURES = (
     Figure("running", "1 while the gang runs, 0 after its end.", lambda run: run.end is None),
-    Figure("ranks", "Number of ranks of the gang.", lambda run: run.shape and run.shape.world_size),
+    Figure("ranks", "Number of ranks of the gang.", lambda run: run.shape.world_size if run.shape else None),
     Figure(
-        "nodes", "Number of Dask workers, or 1 on the task's own node.", lambda run: run.shape and len(run.shape.nodes)
+        "nodes",
+        "Number of Dask workers, or 1 on the task's own node.",
+        lambda run: len(run.shape.nodes) if run.shape else None,
     ),
-    Figure("step", "Step of rank 0's newest log record.", lambda run: run.record and run.record.step),
+    Figure("step", "Step of rank 0's newest log record.", lambda run: run.record.step if run.record else None),
     Figure(
         "steps",
         "Total number of steps, if the training logs the number.",
-        lambda run: run.record and run.record.num_steps,
+        lambda run: run.record.num_steps if run.record else None,
     ),
     Figure("metric", "Newest value of each metric that rank 0 logs.", _metrics, label="metric"),
     Figure("restarts", "Restarts of the gang by kind of failure.", _restarts, label="kind", is_counter=True),
