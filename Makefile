@@ -19,8 +19,8 @@ setup:  ## an environment in .venv with everything, and hooks that check each co
 check:  ## lint, types, imports: what takes seconds
 	pre-commit run --all-files --hook-stage pre-push
 
-test:  ## what starts no process; `make test TESTS=tests/test_brain.py` for less, TESTS=tests for all
-	pytest -n 2 $(or $(TESTS),tests --ignore-glob='*_integration.py')
+test:  ## what starts no process; `make test TESTS=tests/driver/test_brain.py` for less, TESTS=tests for all
+	pytest -n 2 $(or $(TESTS),tests --ignore=tests/scenarios)
 
 ci:  ## all that must pass before a change lands, in an environment of its own
 	bash .ci/run

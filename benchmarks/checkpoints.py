@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from delay import distant
 from figures import Figure, at_most, gpus, report

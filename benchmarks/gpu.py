@@ -9,7 +9,7 @@
 The machine needs Python and torch with CUDA. The wheels have everything else, and go into a virtual environment.
 Without a folder of wheels, the packages of this Python are used.
 
-checks  `tests/test_gpu_integration.py`, with a rank for each GPU: contexts, devices, process groups, kills,
+checks  `tests/scenarios/test_gpu_integration.py`, with a rank for each GPU: contexts, devices, process groups, kills,
         checkpoints, errors, CUDA graphs, returned tensors, usage. Without GPUs, those that can run on the CPU
 speed   launch, recovery and throughput beside `torchrun`, checkpoints beside torch's, the pet-names recipe beside the
         usual one. Without GPUs, small sizes on the CPU with gloo
@@ -46,7 +46,7 @@ from running import nothing_left
 
 BENCHMARKS = Path(__file__).resolve().parent
 OURS = ("torch", "distributed", "flytekitplugins-daskpytorch")
-CHECKS = BENCHMARKS.parent / "tests" / "test_gpu_integration.py"
+CHECKS = BENCHMARKS.parent / "tests/scenarios/test_gpu_integration.py"
 CHECKS_NEED = (*OURS, "pytest", "pytest-timeout")
 SPEED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "launch.py": ((), ("--rounds", "2")),

@@ -32,7 +32,7 @@ from running import Program, asked, nothing_left, take_turns
 from s3_readers import BATCH_SIZE, BUCKET, WAYS
 
 # The tests' modules provide the server and the pictures.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 from jpegs import photos
 from seaweed import weed_server
 

@@ -30,12 +30,11 @@ os.environ["DASKPYTORCH_LEISURE"] = str(24 * 3600)  # few gangs here train, and 
 for _name in TESTS_IMPORT:
     fork_client.import_ahead(_name)
 start_in_forks_of(warm_python)
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first, so that two workers end together: the others are short."""
-    items.sort(key=lambda item: not item.path.stem.endswith("_integration"))
+    """Scenarios come first, so that two workers end together: the others are short."""
+    items.sort(key=lambda item: item.path.parent.name != "scenarios")
 
 
 def pytest_configure() -> None:

@@ -24,11 +24,11 @@ PACKAGES = ("flytekitplugins/daskpytorch", "flyteplugins/daskpytorch")
 LICENCES = ("LICENSE", "uPlot-LICENSE")
 """Ours, and that of what we hand on."""
 QUESTIONS = (
-    "Did `python tests/matrix.py` pass with today's newest versions, and is docs/versions.md committed?",
+    "Did `python tests/support/matrix.py` pass with today's newest versions, and is docs/versions.md committed?",
     "Did `pytest -m slow` pass?",
     "Does the changelog say what breaks, and what to do about it?",
 )
-SDIST_TESTS = ("tests", "--ignore-glob=*_integration.py", "-m", "not slow")
+SDIST_TESTS = ("tests", "--ignore=tests/scenarios", "-m", "not slow")
 
 
 def fail(what: str) -> None:

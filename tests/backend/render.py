@@ -21,7 +21,7 @@ from flyteidl.core.errors_pb2 import ErrorDocument
 
 FOLDER = Path(__file__).resolve().parent
 TESTS = FOLDER.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS), str(TESTS.parent)]
 
 import specs
 from backend import failures

@@ -1,0 +1,406 @@
+"""The Deck of a training shows the right content, and its recorder keeps bounded data."""
+
+import base64
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from any_records import records
+from clock import Clock
+from flytekitplugins.daskpytorch.checks import direction_of
+from flytekitplugins.daskpytorch.display.deck import html
+from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
+from flytekitplugins.daskpytorch.display.run_state import RunState
+from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.journal import Shape
+from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.report import chart
+from flytekitplugins.daskpytorch.report.pieces import shared
+from html_pages import ODD_NAMES, Parts, chart_data, rows_of
+from told import To, node, record, shape_of, usage
+
+Points = list[tuple[float, float]]
+
+
+def shape(num_workers: int, per_worker: int = 1, *, gpus: int = 0) -> Shape:
+    about = {"gpus": tuple(map(str, range(gpus))), "gpu_names": ("H100",) * gpus, "versions": {"torch": "2.9.0"}}
+    nodes = (node(f"tcp://10.0.0.{number}:4000", f"node-{number // 2}", **about) for number in range(num_workers))
+    return shape_of(*nodes, per_worker=per_worker)
+
+
+def by_step(recorder: RunState) -> dict[str, Points]:
+    """Every line over the steps."""
+    return {name: points for chart in recorder.metrics.charts() for name, points in chart.by_step.items()}
+
+
+def body(recorder: RunState, places: Mapping[str, str] | None = None) -> str:
+    """The page without what all pages share, which has been parsed."""
+    page = html(recorder, places).replace(shared(), "")
+    Parts(page)
+    return page
+
+
+def figures(page: str) -> dict[str, str]:
+    return dict(re.findall(r"<dt>(.*?)</dt><dd[^>]*>(.*?)(?:<small>.*?)?</dd>", page))
+
+
+def state(page: str) -> str:
+    return re.findall(r'class="dpt-chip[^>]*>(.*?)<', page)[0]
+
+
+def events(page: str) -> list[str]:
+    """The headings of what happened."""
+    return re.findall(r'aria-hidden="true"></span>([^<]+)', page.partition("dpt-events")[2])
+
+
+# ---- What is kept of the metrics
+
+
+def test_only_rank_0s_values_are_kept_and_output_leaves_the_page_as_it_is() -> None:
+    recorder = RunState()
+    To(recorder).wrote(0, ["a line"])
+    assert recorder.num_changes == 0  # a live page is written again after each change
+    for step in range(3):
+        for rank in (1, 0, 2):
+            To(recorder).logged(
+                record(step, rank=rank, loss=float(rank), note="text", of_1=0.5) if rank else record(step, loss=2)
+            )
+    assert by_step(recorder) == {"loss": [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0)]}
+
+
+ENTRIES = st.lists(st.tuples(st.integers(-5, 40), st.integers(-9, 9)), max_size=40)
+"""Steps, which may go back, and values; a few times as many as a curve may have points in these tests."""
+
+
+@settings(max_examples=60)
+@given(ENTRIES)
+def test_the_lowest_and_the_highest_of_any_values_are_drawn(entries: list[tuple[int, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chart, "MAX_POINTS", 8)
+        recorder = RunState()
+        for step, value in entries:
+            To(recorder).logged(record(step, loss=value))
+        points, values = by_step(recorder).get("loss", []), [value for _, value in entries]
+    assert len(points) <= 8
+    assert set(points) <= set(entries)
+    assert {y for _, y in points} >= {pick(values) for pick in (min, max) if values}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(ENTRIES, st.none() | st.integers(-5, 40)), max_size=4), ENTRIES)
+def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
+    attempts: list[tuple[list[tuple[int, int]], int | None]], last: list[tuple[int, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chart, "MAX_POINTS", 8)
+        recorder, kept = RunState(), []
+        for entries, resumed in [*attempts, (last, 40)]:
+            for step, value in entries:
+                To(recorder).logged(record(step, loss=value))
+            To(recorder).restarting("why", resumed)
+            kept = [entry for entry in [*kept, *entries] if resumed is not None and entry[0] <= resumed]
+            points = by_step(recorder).get("loss", [])
+            assert len(points) <= 8
+            assert set(points) <= set(kept)
+
+
+def test_steps_stay_once_a_held_out_metric_is_logged() -> None:
+    recorder = RunState()
+    for step in range(6):
+        To(recorder).logged(record(step, epoch=1 + step // 3, loss=float(step)))
+        if step % 3 == 2:
+            To(recorder).logged(record(step, epoch=1 + step // 3, loss=0.5, held_out_loss=0.25))
+    [chart] = recorder.metrics.charts()
+    assert chart.title == "loss"
+    assert chart.by_step == {
+        "loss": [(float(step), float(step)) for step in range(6)],
+        "held_out_loss": [(2.0, 0.25), (5.0, 0.25)],
+    }
+    assert chart.by_epoch == {"loss": [(1.0, 0.5), (2.0, 0.5)], "held_out_loss": [(1.0, 0.25), (2.0, 0.25)]}
+    assert chart.best == {"held_out_loss": "min"}
+
+
+def test_a_curve_ends_with_the_newest_value_also_if_thinned_and_logged_with_a_held_out_metric() -> None:
+    recorder = RunState()
+    for step in range(5_000):
+        metrics = {"loss": float(((4_999 - step) * 5 + 3) % 8)}  # the last is no extreme
+        To(recorder).logged(record(step, **metrics, **({"val_loss": 9.0} if step % 100 == 99 else {})))
+    assert by_step(recorder)["loss"][-1] == (4_999.0, 3.0)
+    assert recorder.newest["loss"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        (["loss", "held_out_loss"], "loss"),
+        (["loss", "val_loss", "test_loss"], "loss"),
+        (["train_loss", "valid_loss"], "loss"),
+        (["train/accuracy", "eval/accuracy"], "accuracy"),
+        (["train_loss_step", "val_loss_epoch"], "loss"),
+        (["loss.train", "loss.val"], "loss"),
+        (["eval_loss", "eval_runtime"], None),
+        (["test_loss"], "test loss"),
+        (["learning_rate", "grad_norm"], None),
+        (["value", "evaluation"], None),
+    ],
+)
+def test_what_was_learnt_from_and_what_was_held_out_share_a_chart(names: list[str], title: str | None) -> None:
+    recorder = RunState()
+    To(recorder).logged(record(0, **dict.fromkeys(names, 1.0)))
+    charts = list(recorder.metrics.charts())
+    if title is None:
+        assert [list(chart.by_step) for chart in charts] == [[name] for name in names]
+    else:
+        assert [(chart.title, list(chart.by_step)) for chart in charts] == [(title, names)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *[(name, "min") for name in ("loss", "val_loss", "perplexity", "word_error_rate", "test/mse", "cer")],
+        *[(name, "max") for name in ("accuracy", "val_acc", "f1", "eval/f1_macro", "r2", "mAP")],
+        *[
+            (name, "min")
+            for name in ("losses", "trainloss", "valLoss", "MeanSquaredError", "WER", "Loss/val", "val-ppl")
+        ],
+        *[(name, "max") for name in ("top1-acc", "val/auc", "F1Score", "BinaryAUROC", "acc@1", "bbox_mAP_50", "mIoU")],
+        *[(name, None) for name in ("lossless", "error_free", "neg_log_loss", "dice_loss", "score", "accuracy_drop")],
+        *[(name, None) for name in ("learning_rate", "grad_norm", "concerns", "bitmap_size", "backlog")],
+    ],
+)
+def test_what_is_good_follows_from_the_name(name: str, mode: str | None) -> None:
+    assert direction_of(name) == mode
+
+
+# ---- How it is going
+
+
+def test_the_page_of_a_training_begins_with_how_it_is_going() -> None:
+    clock = Clock()
+    recorder = RunState(name="flows.train", clock=clock)
+    assert state(body(recorder)) == "starting"
+    clock.now += 5
+    To(recorder).placed(shape(2))
+    To(recorder).formed(5.0)
+    for step in range(11):
+        To(recorder).logged(record(step, num_steps=101, time=2.0 * step, epoch=1, loss=1 / (step + 1)))
+    clock.now += 55
+    page = body(recorder)
+    assert state(page) == "training"
+    assert f"as of {time.strftime('%H:%M:%S', time.localtime(clock.now))}" in page
+    found = figures(page)
+    assert (found["epoch"], found["step"], found["running for"], found["loss"]) == ("1", "10", "1 min", "0.09091")
+    assert found["time left"] == "3 min"  # 90 steps at half a step per second
+    assert 'aria-valuenow="11"' in page
+    assert "best 0.09091 at step 10" in page
+
+
+@pytest.mark.parametrize(
+    ("error", "word", "first"),
+    [
+        (None, "done", None),
+        (
+            GangError("rank 1 raised ValueError: bad\nTraceback\nits lines", rank=1),
+            "failed",
+            "rank 1 raised ValueError: bad",
+        ),
+        (
+            StoppedEarlyError("others are better", epoch=1, metric="loss", value=2.0),
+            "stopped early",
+            "others are better",
+        ),
+        (GangCancelledError("train was cancelled"), "cancelled", "train was cancelled"),
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
+    ],
+)
+def test_the_end_is_said_at_the_top(error: BaseException | None, word: str, first: str | None) -> None:
+    recorder = RunState(clock=(clock := Clock()))
+    To(recorder).logged(record(0, loss=0.5))
+    clock.now += 30
+    recorder.conclude(error)
+    clock.now += 1_000
+    page = body(recorder)
+    assert state(page) == word
+    assert figures(page)["took"] == "30 s"
+    assert "time left" not in page
+    alerts = re.findall(r'role="alert"><strong>(.*?)</strong>(?:<pre tabindex="0">(.*?)</pre>)?', page, re.DOTALL)
+    assert [title for title, _ in alerts] == ([first] if first else [])
+    if word == "failed":
+        assert alerts[0][1] == "Traceback\nits lines"
+        assert page.index('role="alert"') < page.index("dpt-figures") < page.index("dpt-chart")
+
+
+def test_the_users_own_error_is_told_by_the_gangs_which_says_where() -> None:
+    recorder, error = RunState(), ValueError("bad")
+    error.__cause__ = GangError("rank 1 on node-0: ValueError: bad")
+    To(recorder).ended(error)
+    assert "<strong>rank 1 on node-0: ValueError: bad</strong>" in body(recorder)
+
+
+def test_an_error_after_the_gangs_end_counts_and_the_first_stays() -> None:
+    recorder = RunState()
+    To(recorder).ended(None)
+    recorder.conclude(OSError("the outputs did not arrive"))
+    recorder.conclude(ValueError("another"))
+    page = body(recorder)
+    assert state(page) == "failed"
+    assert "the outputs did not arrive" in page
+    assert "another" not in page
+
+
+def test_a_loss_that_is_no_number_is_told_once() -> None:
+    recorder = RunState()
+    for step, loss in enumerate([0.5, math.nan, math.nan, math.inf]):
+        To(recorder).logged(record(step, loss=loss))
+    page = body(recorder)
+    assert events(page) == ["loss is nan at step 1"]
+    assert '<dd class="dpt-bad">inf</dd>' in page.replace("<small>", "</dd><small>")
+
+
+# ---- What happened
+
+
+def test_an_evaluation_belongs_to_the_epoch_of_its_step() -> None:
+    """The metrics of each epoch's checkpoint arrive in the next epoch."""
+    recorder = RunState()
+    for epoch in (1, 2, 3):
+        To(recorder).logged(record(10 * epoch, epoch=epoch, loss=1 / epoch))
+        if epoch > 1:
+            To(recorder).logged(replace(record(10 * epoch - 10, eval_loss=2.0 / epoch), is_evaluation=True))
+    [of_epochs] = [data for data in chart_data(body(recorder)) if data["x_label"] == "epoch"]
+    assert [(line["name"], line["x"]) for line in of_epochs["lines"]] == [("eval_loss", [1, 2])]
+    assert figures(body(recorder))["epoch"] == "3"
+
+
+# ---- Fast, who, with what, where
+
+
+def test_each_rank_has_its_usage_and_its_lines() -> None:
+    recorder = RunState(clock=Clock())
+    for moment in range(3):
+        for rank in range(2):
+            To(recorder).used(usage(rank, 1_000.0 + 2 * moment, 10 * moment * (rank + 1), gpu_utilization=0.5))
+    page = body(recorder)
+    charts = {data["title"]: {line["name"]: line["y"] for line in data["lines"]} for data in chart_data(page)}
+    assert charts["optimizer steps per second"] == {"rank 0": [5, 5], "rank 1": [10, 10]}
+    assert charts["memory (GiB)"] == {"rank 0": [3, 3, 3], "rank 1": [3, 3, 3]}
+    assert charts["GPU utilization (%)"]["rank 1"] == [50, 50, 50]
+    assert "GPU memory (GiB)" not in charts
+    assert ["1", "40", "10", "1.5", "0.2", "2", "3", "50"] in rows_of(page)
+    To(recorder).placed(shape(1))  # with one rank less
+    assert "optimizer steps/s" not in body(recorder)
+
+
+def test_a_program_that_logs_nothing_is_told_how_and_its_steps_are_counted() -> None:
+    recorder = RunState(clock=Clock())
+    To(recorder).used(usage(0, 1_000.0, 10))
+    page = body(recorder)
+    assert "No records so far." in page
+    assert re.search(r"steps</dt>\s*<dd[^>]*>10<", page)
+    To(recorder).logged(record(0, loss=1.0))
+    assert "No records" not in body(recorder)
+
+
+def test_the_newest_pictures_and_histograms_are_drawn_as_far_as_the_page_has_room() -> None:
+    def log(step: int, **metrics: Any) -> None:
+        To(recorder).logged(replace(record(step), metrics=metrics))
+
+    recorder, empty = RunState(), body(RunState())
+    histogram = Histogram(counts=(1.0, 2.0), edges=(0.0, 1.0, 3.0))
+    log(1, sample=Picture(png=b"\x89PNG old", width=28, height=14), weights=histogram)
+    log(2, sample=Picture(png=b"\x89PNG new", width=28, height=14, caption="a seven"))
+    log(2, large=Picture(png=b"\x89PNG" * 200_000, width=28, height=14))
+    page = body(recorder)
+    assert re.findall(r'<img src="data:image/png;base64,([^"]+)" width="(\d+)" height="(\d+)"', page) == [
+        (base64.b64encode(b"\x89PNG new").decode(), "112", "56")
+    ]
+    assert "sample, step 2: a seven" in page
+    [drawn] = [data for data in chart_data(page) if data["title"] == "weights, step 1"]
+    assert (drawn["lines"][0]["x"], drawn["lines"][0]["y"]) == ([0.5, 2.0], [1.0, 2.0])
+    for number in range(20):
+        log(3, **{f"picture {number}": Picture(png=b"\x89PNG" * 20_000, width=28, height=14)})
+    assert len(body(recorder)) < len(empty) + 1_000_000
+    assert "picture 19, step 3" in body(recorder)
+    To(recorder).restarting("lost", 2)
+    assert "<img" not in body(recorder)
+
+
+# ---- Whatever comes
+
+
+def test_a_large_gangs_page_weighs_less_than_a_megabyte() -> None:
+    recorder = RunState(name="train", inputs={f"input_{i}": "x" * 100 for i in range(50)}, clock=Clock())
+    To(recorder).placed(shape(125, 8, gpus=8))
+    To(recorder).formed(9.0)
+    for step in range(3_000):
+        metrics = {f"layer_{i}/gradient_norm": math.sin(step * i) * 10 ** (i % 9) for i in range(2 * MAX_CURVES)}
+        To(recorder).logged(record(step, epoch=step // 100, **metrics))
+        if step % 100 == 99:
+            To(recorder).logged(
+                record(step, epoch=step // 100, **{f"val_{name}": value for name, value in metrics.items()})
+            )
+            To(recorder).kept(step)
+            To(recorder).noted(f"train: a notice\n{'Traceback ' * 1_000}")
+    for moment in range(200):
+        for rank in range(0, 1_000, 1 if moment > 197 else 100):
+            To(recorder).used(usage(rank, 1_000.0 + moment, moment, gpu_memory=40 << 30, gpu_utilization=0.9))
+    To(recorder).keeps(
+        [SavedCheckpoint(step=i, metrics={"loss": 1.0}, size=10**9, place="s3://" + "x" * 100) for i in range(50)]
+    )
+    To(recorder).ended(GangError("rank 1 failed\n" + "line\n" * 100_000))
+    assert len(body(recorder).encode()) < 930_000
+    assert len(html(recorder).encode()) < 1_000_000
+
+
+def test_no_name_breaks_the_page_or_gets_into_it_unescaped() -> None:
+    recorder = RunState(name="<b>", inputs=dict.fromkeys(ODD_NAMES, "<b>"))
+    for name in ODD_NAMES:
+        To(recorder).logged(record(0, **{name: 1.0}))
+        To(recorder).noted(name)
+    To(recorder).ended(ValueError("<b>\ud800"))
+    page = body(recorder, dict.fromkeys(ODD_NAMES, "<b>"))
+    html(recorder).encode()
+    assert "<b>" not in re.sub(r"<b>(1|no values)</b>", "", page)
+    assert "\x1b" not in page
+    assert "x" * 1_000 not in re.sub(r"<t[dh].*?</t[dh]>", "", page)
+    assert len(chart_data(page)) == len(ODD_NAMES)
+
+
+RECORDS = records(ODD_NAMES[:8])
+USAGES = st.builds(
+    RankUsage,
+    rank=st.integers(0, 6),
+    time=st.floats(),
+    num_steps=st.integers(0, 9),
+    seconds=st.dictionaries(st.text(max_size=3), st.floats(), max_size=2),
+    cpu=st.floats(),
+    memory=st.integers(0, 2**60),
+    gpu_memory=st.none() | st.integers(0, 2**60),
+    gpu_utilization=st.none() | st.floats(),
+)
+
+
+@settings(max_examples=60)
+@given(heard=st.lists(RECORDS | USAGES | st.text() | st.none() | st.integers(), max_size=6))
+def test_whatever_is_heard_can_be_shown(heard: list[Any]) -> None:
+    recorder = RunState()
+    for each in heard:
+        match each:
+            case LogRecord():
+                To(recorder).logged(each)
+            case RankUsage():
+                To(recorder).used(each)
+            case str():
+                To(recorder).noted(each)
+            case None:
+                To(recorder).restarting("why", None)
+            case int():
+                To(recorder).kept(each)
+    body(recorder).encode()

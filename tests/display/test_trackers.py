@@ -1,0 +1,418 @@
+"""TensorBoard and MLflow record what a gang reports, as their own libraries read it back."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from PIL import Image
+from tensorboard.plugins.hparams import plugin_data_pb2
+from werkzeug.serving import BaseWSGIServer, make_server
+
+from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
+from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
+from flytekitplugins.daskpytorch.display import tracker
+from flytekitplugins.daskpytorch.display import training as trainings
+from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
+from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.host import Execution
+from flytekitplugins.daskpytorch.protocol.journal import Training
+from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.records import Goodput
+from processes import until
+from seaweed import free_ports
+from told import To, node, record, shape_of, usage
+from tracked import Flow, events, scalars, texts
+
+SHAPE = shape_of(node(), per_worker=2)
+PICTURE = Picture.of([[0, 100, 255]] * 2)
+Make = Callable[[], Observer]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer over the last records after a preemption."""
+    monkeypatch.setattr(tracker, "PREEMPTED_TIMEOUT", 60.0)
+
+
+def training(id_: str = "train-f3a-n0", **changes: Any) -> Training:
+    return Training(name="flows.train", id=id_, **{"inputs": {"lr": 0.25, "data": "s3://names"}, **changes})
+
+
+def begun(make: Make, about: Training | None = None, resumed: int | None = None) -> Observer:
+    """An observer of a gang that has been formed."""
+    observer = make()
+    To(observer).begins(about or training())
+    if resumed is not None:
+        To(observer).resumed(resumed)
+    To(observer).placed(SHAPE)
+    return observer
+
+
+def losses(observer: Observer, steps: range, loss: float) -> None:
+    for step in steps:
+        To(observer).logged(record(step, loss=loss))
+        To(observer).logged(record(step, rank=1, loss=-1.0))
+
+
+# ---- Which run
+
+
+def named(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Training:
+    execution = Execution()
+    execution.name = "f3a"
+    return trainings.of_call(function, "train-1", execution, args, kwargs)
+
+
+def test_id_is_alike_in_all_attempts_and_tells_the_gangs_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    execution = Execution()
+    execution.name = "f3a"
+    monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
+    ids = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("HOSTNAME", f"f3a-n0-{attempt}-runner")
+        monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", attempt)
+        group = trainings.group_of("train-2", execution)
+        made = [
+            trainings.of_task("flows.names.train", "f3a", {}),
+            trainings.of_call(losses, "train-1", execution, (), {}),
+            trainings.of_model(losses, group, 1, {"lr": 1}),
+        ]
+        assert {each.link for each in made} == {"https://flyte.example/f3a"}
+        ids.append([(each.id, each.group, each.index) for each in made])
+    model = ("train-2-f3a-n0-1", "train-2-f3a-n0", 1)
+    assert ids == [[("train-f3a-n0", None, None), ("train-1-f3a-n0", None, None), model]] * 2
+
+
+def test_id_of_a_local_training_is_new_each_time() -> None:
+    ids = {trainings.of_task("train", execution, {}).id for execution in ("local", None, "local")}
+    assert len(ids) == 3
+
+
+def test_inputs_are_the_arguments_without_secrets_and_cut() -> None:
+    def train(lr: float, text: str, many: list[int], api_key: str) -> None: ...
+
+    inputs = named(train, 0.5, "x" * 1000, api_key="s3cret", many=[1] * 99).inputs
+    assert inputs == {"lr": 0.5, "text": "x" * 499 + "…", "num_many": 99, "api_key": "(hidden)"}
+    assert named(min, 1).inputs == {}
+
+    def left(lr: float, momentum: float = 0.9, *rest: int, nesterov: bool = False, **more: int) -> None: ...
+
+    assert named(left, 0.5, seed=3).inputs == {"lr": 0.5, "momentum": 0.9, "nesterov": False, "seed": 3}
+    assert named(left, 0.5, 0.8, 7).inputs == {"lr": 0.5, "momentum": 0.8, "rest": "(7,)", "nesterov": False}
+
+
+# ---- TensorBoard
+
+
+def board(folder: Path | str, **settings: Any) -> TensorBoard:
+    return TensorBoard(folder=folder, **settings)
+
+
+def session(folder: Path, part: str) -> Any:
+    content = events(folder).PluginTagToContent("hparams")[f"_hparams_/session_{part}_info"]
+    return getattr(plugin_data_pb2.HParamsPluginData.FromString(content), f"session_{part}_info")
+
+
+def test_event_files_have_numbers_texts_notes_hyperparameters_and_the_end(tmp_path: Path) -> None:
+    observer = begun(board(tmp_path))
+    To(observer).logged(record(0, loss=3.0, note="slow"))
+    To(observer).logged(record(7, loss=1.5, epoch=1, odd=object()))
+    To(observer).noted("train: rank 1 goes on")
+    To(observer).ended(None)
+    folder = tmp_path / "train-f3a-n0"
+    assert observer.places() == {"TensorBoard": str(folder)}
+    assert scalars(folder) == [(0, 3.0), (7, 1.5)]
+    assert scalars(folder, "epoch") == [(7, 1.0)]
+    assert texts(folder, "note") == [(0, "slow")]
+    assert texts(folder, "notes") == [(0, "train: rank 1 goes on")]
+    given = {name: value.string_value or value.number_value for name, value in session(folder, "start").hparams.items()}
+    gang = {"gang/world_size": 2, "gang/num_workers": 1, "gang/backend": "gloo", "gang/hosts": "h", "gang/gpus": 0}
+    assert given == {"lr": 0.25, "data": "s3://names", **gang}
+    assert session(folder, "end").status == 1  # success
+
+
+def told_of_its_machine(make: Make) -> None:
+    """A gang that says what it uses and where its time went."""
+    observer = begun(make)
+    To(observer).used(usage(0, cpu=9.0))  # belongs to no step
+    losses(observer, range(1, 4), 1.0)
+    for rank in (0, 1, 100):
+        To(observer).used(usage(rank, cpu=0.5, memory=1 << 29, gpu_utilization=0.25))
+    To(observer).accounted(Goodput(total=10.0, stepping=4.0))
+    To(observer).accounted(Goodput(total=10.0, stepping=8.0, lost=2.0))
+    To(observer).ended(None)
+
+
+def test_event_files_say_what_ranks_use_and_where_the_time_went(tmp_path: Path) -> None:
+    told_of_its_machine(board(tmp_path))
+    folder = tmp_path / "train-f3a-n0"
+    for rank in (0, 1):
+        assert scalars(folder, f"usage/rank {rank}/cpu_cores") == [(3, 0.5)]
+        assert scalars(folder, f"usage/rank {rank}/memory_gib") == [(3, 0.5)]
+        assert scalars(folder, f"usage/rank {rank}/gpu_percent") == [(3, 25.0)]
+    assert not any("rank 100" in tag or "gpu_memory" in tag for tag in events(folder).Tags()["scalars"])
+    assert scalars(folder, "goodput/share") == [(3, pytest.approx(0.8))]
+    assert scalars(folder, "goodput/stepping") == [(3, 8.0)]
+    assert scalars(folder, "goodput/lost") == [(3, 2.0)]
+    assert scalars(folder) == [(1, 1.0), (2, 1.0), (3, 1.0)]
+
+
+def test_event_files_have_histograms_and_pictures(tmp_path: Path) -> None:
+    observer = begun(board(tmp_path))
+    To(observer).logged(record(3, weights=Histogram.of([0.0, 0.0, 1.0]), sample=PICTURE))
+    To(observer).ended(None)
+    found = events(tmp_path / "train-f3a-n0")
+    [image] = found.Images("sample")
+    assert (image.step, image.width, image.height, image.encoded_image_string) == (3, 3, 2, PICTURE.png)
+    [histogram] = found.Histograms("weights")
+    value = histogram.histogram_value
+    assert (histogram.step, value.min, value.max, value.num, value.bucket[0]) == (3, 0.0, 1.0, 3.0, 2.0)
+    assert (len(value.bucket), value.bucket_limit[-1]) == (64, 1.0)
+
+
+def test_event_files_say_that_a_training_failed_and_why_and_an_attempt_that_begins_anew_hides_its_points(
+    tmp_path: Path,
+) -> None:
+    failed = begun(board(tmp_path, name="mine"))
+    losses(failed, range(3), 1.0)
+    To(failed).ended(GangError("rank 1 failed"))
+    assert session(tmp_path / "mine", "end").status == 2  # failure
+    assert texts(tmp_path / "mine", "notes") == [(0, "GangError: rank 1 failed")]
+    again = begun(board(tmp_path, name="mine"))
+    losses(again, range(3), 2.0)
+    To(again).ended(None)
+    assert scalars(tmp_path / "mine") == [(0, 2.0), (1, 2.0), (2, 2.0)]
+
+
+def test_event_files_go_to_storage(tmp_path: Path) -> None:
+    observer = begun(board(f"file://{tmp_path}/kept/"))
+    losses(observer, range(3), 1.0)
+    To(observer).ended(None)
+    assert observer.places() == {"TensorBoard": f"file://{tmp_path}/kept/train-f3a-n0"}
+    assert scalars(tmp_path / "kept/train-f3a-n0") == [(0, 1.0), (1, 1.0), (2, 1.0)]
+
+
+def test_storage_that_takes_nothing_costs_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracker, "STALL", 0.2)
+    (tmp_path / "file").touch()
+    observer = begun(board(f"file://{tmp_path}/file/below"))
+    losses(observer, range(3), 1.0)
+    To(observer).ended(None)
+    said = capsys.readouterr().err
+    assert f"TensorBoard: file://{tmp_path}/file/below/train-f3a-n0 cannot be written to (NotADirectoryError" in said
+    assert "TensorBoard: the newest records could not be written in time" in said
+
+
+# ---- MLflow
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a database, which takes seconds to make."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+@pytest.fixture
+def flow(store: Path, request: pytest.FixtureRequest) -> Flow:
+    return Flow(store, request.node.name)
+
+
+def test_mlflow_run_has_numbers_texts_pictures_notes_parameters_and_the_end(flow: Flow) -> None:
+    observer = begun(flow(tags={"team": "names"}), training(link="https://flyte.example/f3a"))
+    To(observer).logged(record(0, loss=3.0, note="slow"))
+    To(observer).logged(record(7, loss=1.5, odd=object(), **{"a:b/../c": math.nan}))
+    To(observer).logged(record(7, loss=1.0, sample=PICTURE, weights=Histogram.of([1.0])))
+    To(observer).noted("train: rank 1 goes on")
+    To(observer).ended(None)
+    [run] = flow.runs
+    assert observer.places() == {"MLflow": f"run {run.info.run_id} in sqlite:///{flow.store}/mlflow.db"}
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "train")
+    gang = {"gang.world_size": "2", "gang.num_workers": "1", "gang.backend": "gloo"}
+    assert run.data.params == {"lr": "0.25", "data": "s3://names", **gang, "gang.hosts": "['h']", "gang.gpus": "[]"}
+    assert flow.points(run) == [(0, 3.0), (7, 1.0), (7, 1.5)]
+    assert "a_b/_/c" in run.data.metrics
+    files = [Path(file.path) for file in flow.client.list_artifacts(run.info.run_id, "images")]
+    [file] = [file for file in files if file.suffix == ".png"]
+    with Image.open(flow.client.download_artifacts(run.info.run_id, str(file))) as image:
+        assert image.size == (3, 2)
+    tags = {name: run.data.tags[name] for name in ("team", "note", "mlflow.note.content", "daskpytorch.execution")}
+    assert tags == {
+        "team": "names",
+        "note": "slow",
+        "mlflow.note.content": "train: rank 1 goes on",
+        "daskpytorch.execution": "https://flyte.example/f3a",
+    }
+
+
+@pytest.mark.parametrize("lost", range(1, 5))
+def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_through(
+    flow: Flow, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker, "RETRY_AFTER", 0.01)
+    sent, send = [], MlflowClient.log_batch
+
+    def log_batch(*args: Any, metrics: Any = (), **told: Any) -> None:
+        send(*args, metrics=metrics, **told)
+        sent.extend(metric.step for metric in metrics if metric.key == "loss")
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    observer = begun(flow())
+    until(observer.places, "the run")
+    calls = iter(range(1, 100))
+
+    def knock(_: str) -> None:
+        if next(calls) == lost:
+            raise ConnectionError("no route")
+
+    monkeypatch.setattr(mlflow_run, "knock", knock)
+    To(observer).logged(record(1, loss=1.0, one=PICTURE, other=PICTURE))
+    To(observer).logged(record(2, loss=2.0))
+    To(observer).ended(None)
+    [run] = flow.runs
+    assert (run.info.status, flow.points(run)) == ("FINISHED", [(1, 1.0), (2, 2.0)])
+    assert sent == [1, 2]
+    files = [Path(file.path) for file in flow.client.list_artifacts(run.info.run_id, "images")]
+    assert len([file for file in files if file.suffix == ".png"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (GangError("rank 1 failed"), "FAILED"),
+        (GangCancelledError("cancelled"), "KILLED"),
+        (PreemptedError("the task was told to end", cause="SIGTERM"), "KILLED"),
+        (StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0), "FINISHED"),
+    ],
+)
+def test_mlflow_run_ends_as_the_training_does(flow: Flow, error: Exception, status: str) -> None:
+    To(begun(flow())).ended(error)
+    [run] = flow.runs
+    assert run.info.status == status
+    assert run.data.tags["daskpytorch.reason"] == f"{type(error).__name__}: {error}"
+
+
+def test_mlflow_runs_of_many_models_are_nested_in_one(flow: Flow) -> None:
+    models = [
+        begun(flow(), training(f"{flow.name}-{index}", group=flow.name, index=index, inputs={"lr": index}))
+        for index in (0, 1)
+    ]
+    for model in models:
+        To(model).logged(record(0, loss=1.0))
+        To(model).ended(None)
+    parent, *nested = sorted(flow.runs, key=lambda run: run.info.run_name)
+    assert [run.info.run_name for run in (parent, *nested)] == ["train", "train-0", "train-1"]
+    assert [run.data.tags["mlflow.parentRunId"] for run in nested] == [parent.info.run_id] * 2
+    assert {run.info.status for run in (parent, *nested)} == {"FINISHED"}
+    assert [run.data.params["lr"] for run in nested] == ["0", "1"]
+
+
+@pytest.fixture
+def serve(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], BaseWSGIServer]]:
+    """Starts MLflow's own server, in a thread, at an address that is known before."""
+    To(begun(MLflow(uri=store, experiment="first"))).ended(None)  # makes the database
+    monkeypatch.setenv("_MLFLOW_SERVER_FILE_STORE", f"sqlite:///{store}/mlflow.db")
+    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", str(store / "artifacts"))
+    servers: list[BaseWSGIServer] = []
+
+    def start(port: int = 0) -> BaseWSGIServer:
+        from mlflow.server import app
+
+        servers.append(make_server("127.0.0.1", port, app, threaded=True))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
+def test_mlflow_behind_a_proxy_is_not_knocked_at(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(variable, "http://proxy.example:3128")
+    tracker.knock("http://mlflow.invalid:5000")  # only the proxy knows its address
+
+
+def test_mlflow_server_that_comes_late_has_all(
+    flow: Flow, serve: Callable[..., BaseWSGIServer], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tracker, "STALL", 60.0)  # a busy machine
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    port = free_ports(1)[0]
+    observer = begun(flow(uri=f"http://user:password@127.0.0.1:{port}"))
+    losses(observer, range(3), 1.0)
+    said = ""
+
+    def has_said() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "does not answer" in said
+
+    until(has_said, "the notice")
+    assert observer.places() == {}
+    serve(port)
+    To(observer).ended(None)
+    [run] = flow.runs
+    assert (run.info.status, flow.points(run)) == ("FINISHED", [(0, 1.0), (1, 1.0), (2, 1.0)])
+    place = f"http://127.0.0.1:{port}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    assert observer.places() == {"MLflow": place}
+    said += capsys.readouterr().err
+    assert "password" not in said
+
+
+# ---- Settings
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: TensorBoard(folder="what://ever", name="a/b"), ["folder", "name"]),
+        (lambda: TensorBoard(folder=""), ["folder"]),
+        (lambda: MLflow(experiment="", uri="", name="", tags={"a": 1}), ["experiment", "uri", "name", "tags"]),  # type: ignore[dict-item]
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_all_at_once(make: Callable[[], Any], names: list[str]) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        make()
+    assert [part.partition("=")[0].partition("(")[2] for part in str(caught.value).split("; ")] == names
+
+
+# ---- The thread that feeds a tracker
+
+
+class Unopened(Run):
+    """A run that cannot be opened, as the test finds out at its end."""
+
+    label = "Tracker"
+    may_fail = threading.Event()
+    closed = threading.Event()
+
+    def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
+        self.may_fail.wait(60)
+        raise ValueError("no such project")
+
+    def close(self, state: State, reason: str | None) -> None:
+        self.closed.set()
+
+
+def test_the_end_does_not_wait_for_a_run_that_could_not_be_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    observer = Tracker(run := Unopened())
+    begun(lambda: observer)
+    ending = threading.Thread(target=To(observer).ended, args=(None,), daemon=True)
+    ending.start()
+    until(lambda: observer._worker.is_urgent, "the end's wait")
+    run.may_fail.set()
+    ending.join(30)
+    assert not ending.is_alive()
+    assert not run.closed.is_set()
+    assert capsys.readouterr().err == (
+        "Tracker: ValueError: no such project. The training goes on, with records missing.\n"
+    )

@@ -1,0 +1,141 @@
+"""Temporary folders are removed with their process, even after a kill."""
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flytekitplugins.daskpytorch.process import folders as scratch
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
+from processes import end, is_alive, nothing_left_behind, until
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go."""
+    folder = tmp_path / "odd 'name' \\ of it"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def start(temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own, which is asked for its standard output's first line."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(code: str, *args: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, *args],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(SUPPORT)},
+            )
+        )
+        return started[-1]
+
+    yield run  # type: ignore[misc]
+    for process in started:
+        end(process)
+        process.communicate()
+
+
+def test_folder_is_there_for_its_time_alone(temporary: Path) -> None:
+    with scratch_folder("daskpytorch-") as one, scratch_folder("daskpytorch-") as other:
+        assert sorted(temporary.iterdir()) == sorted([one, other])
+        assert one.name.startswith("daskpytorch-")
+        assert one.stat().st_mode & 0o777 == 0o700
+        (one / "file").touch()
+    assert not list(temporary.iterdir())
+
+
+def test_folder_that_is_written_into_while_it_is_removed_goes_at_last(temporary: Path) -> None:
+    stop = threading.Event()
+
+    def write(folder: Path) -> None:  # as a rank that is being killed
+        numbers = itertools.count()
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                (folder / str(next(numbers))).touch()
+
+    with scratch_folder("daskpytorch-") as folder:
+        writing = threading.Thread(target=write, args=(folder,))
+        writing.start()
+        threading.Timer(0.1, stop.set).start()
+    writing.join()
+    assert not list(temporary.iterdir())
+
+
+def test_what_killed_processes_have_left_goes_with_the_first_folder_of_the_next(
+    start: type[subprocess.Popen[str]], temporary: Path
+) -> None:
+    parent = start(FORKING)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    try:
+        users = [temporary / "daskpytorch-checkpoints", temporary / "daskpytorch-cafe"]  # with names of their own
+        for folder in users:
+            folder.mkdir()
+        parent.kill()
+        parent.wait()
+        assert folders_after_another(temporary) == ["child", "parent"]  # a fork still has both
+        child.kill()
+        until(lambda: not is_alive(child.pid), "the fork to end")
+        assert folders_after_another(temporary) == []
+        assert all(folder.exists() for folder in users)
+    finally:
+        child.kill()
+
+
+def folders_after_another(temporary: Path) -> list[str]:
+    """Return the folders of other processes that remain after a new process has made its first folder."""
+    scratch.remove_abandoned(str(temporary))
+    return sorted(path.name.split("-")[1] for path in temporary.iterdir() if scratch.NAME.fullmatch(path.name))
+
+
+FORKING = """
+import os, time
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
+
+with scratch_folder("daskpytorch-parent-"):
+    if os.fork() == 0:
+        with scratch_folder("daskpytorch-child-"):
+            print(os.getpid(), flush=True)
+            time.sleep(600)
+    time.sleep(600)
+"""
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+
+import fault_training as ft
+
+with ft.watching(Path(sys.argv[1])) as launch:
+    launch(2, "wait").futures.result()
+"""
+
+
+def test_the_next_process_removes_what_a_driver_leaves_that_is_killed_with_a_checkpoint(
+    start: type[subprocess.Popen[str]], tmp_path: Path, temporary: Path
+) -> None:
+    with nothing_left_behind():
+        driver = start(DRIVER, str(tmp_path / "traces"))
+        until(lambda: (tmp_path / "traces" / "broken").exists() or driver.poll() is not None, "the gang to wait")
+        assert list(temporary.glob("daskpytorch-checkpoints-*/step-4-*"))
+        assert "checkpoints" in folders_after_another(temporary)
+        driver.kill()
+        driver.wait()
+    assert folders_after_another(temporary) == []

@@ -1,0 +1,201 @@
+"""Pieces of report pages: no name or value breaks them, they stay small, and load nothing."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.report.chart import MAX_EVENTS, MAX_POINTS
+from flytekitplugins.daskpytorch.report.pieces import brief, shared
+from html_pages import ODD_NAMES, Parts, chart_data, rows_of
+
+
+def bare(piece: str) -> str:
+    """Without what all pieces share."""
+    assert shared() in piece
+    return piece.replace(shared(), "")
+
+
+def every_piece(name: str) -> list[str]:
+    """One of each kind, made of this text wherever one may stand."""
+    return [
+        report.status(name, name, note=name, done=0.5),
+        report.alert(name, name),
+        report.figures({name: name, f"{name} ": (1.5, name)}),
+        report.line_chart(name, {name: [(0, 1.0), (1, 2.0)]}, name, best={name: "min"}, marks=[(0.5, name)]),
+        report.table((name,), [(name,)]),
+        report.shares({name: 1.0}, unit=name),
+        report.timeline([report.Span(start=0, end=1, text=name)], [report.Event(time=0, text=name, detail=name)]),
+        report.card(name, report.text(name)),
+        report.details(name, report.text(name, quiet=True)),
+        report.section(name, report.grid(report.text(name)), note=name),
+    ]
+
+
+# ---- What is shipped
+
+
+# ---- A page
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_no_text_breaks_the_page_or_gets_into_it_unescaped(name: str) -> None:
+    page = report.page(*every_piece(name))
+    page.encode()
+    parts = Parts(bare(page))
+    assert "img" not in {tag for tag, _ in parts.elements}
+    assert not [attrs for _, attrs in parts.elements if any(at.startswith("on") for at in attrs)]
+    assert [attrs.get("type") for tag, attrs in parts.elements if tag == "script"] == ["application/json"]
+    assert "\x1b" not in page
+    assert [data["lines"][0]["y"] for data in chart_data(page)] == [[1, 2]]
+
+
+def test_a_page_loads_nothing_from_anywhere() -> None:
+    page = report.page(*every_piece("loss"), report.table(("run",), [("https://wandb.ai/me/run?a=1&b=2",)]))
+    for tag, attributes in Parts(page).elements:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "meta")
+        assert "src" not in attributes
+        assert "href" not in attributes or tag == "a"
+    assert "url(" not in page
+    assert "@import" not in page
+    for call in ("fetch(", "XMLHttpRequest", "import(", "sendBeacon", "WebSocket"):
+        assert call not in page
+    assert '<a href="https://wandb.ai/me/run?a=1&amp;b=2" target="_blank" rel="noopener noreferrer">' in page
+
+
+def test_a_link_of_ones_own_leads_to_a_page_or_a_file_and_nowhere_else() -> None:
+    rows = [(report.Link("a & b", "file:///tmp/a%20b"),), (report.Link("run", "javascript:alert(1)"),)]
+    page = report.table(("where",), rows)
+    assert '<a href="file:///tmp/a%20b" target="_blank" rel="noopener noreferrer">a &amp; b</a>' in page
+    assert "<td>run</td>" in page
+    assert "javascript:" not in page
+
+
+@pytest.mark.parametrize("text", ["javascript:alert(1)", "see https://x.org", "https://x.org/\"onclick='x'", "ftp://x"])
+def test_only_an_address_of_the_web_is_a_link(text: str) -> None:
+    assert "<a " not in report.table(("where",), [(text,)])
+
+
+# ---- Charts
+
+
+def test_a_chart_of_many_points_is_thinned_and_keeps_its_spike() -> None:
+    points = [(float(x), float(x * 7919 % 100)) for x in range(1_000_000)]
+    points[654_321] = (654_321.0, 1e6)
+    chart = report.line_chart("loss", {"loss": points}, "step")
+    [line] = chart_data(chart)[0]["lines"]
+    assert MAX_POINTS // 4 < len(line["x"]) <= MAX_POINTS
+    assert (654_321, 1e6) in zip(line["x"], line["y"], strict=True)
+    assert len(bare(chart)) < 60_000
+
+
+@pytest.mark.parametrize("points", [[], [(3, 1.0)], [(0, math.nan), (1, math.inf), (2, -math.inf), (3, 10**400)]])
+def test_few_points_and_none_are_drawn_as_they_are(points: list[tuple[float, float]]) -> None:
+    chart = report.line_chart("loss", {"loss": points, "other": [(1, 5.0)]}, "step", best={"loss": "min"})
+    lines = {line["name"]: line for line in chart_data(chart)[0]["lines"]}
+    assert lines["loss"]["x"] == [x for x, y in points if abs(y) < 1e300]
+    assert lines["other"]["y"] == [5]
+    if not lines["loss"]["x"]:
+        assert "loss: no values" in chart
+
+
+def test_a_chart_says_in_words_what_it_draws() -> None:
+    curves = {"loss": [(0, 2.5), (10, 0.25), (20, 0.5)], "val_loss": [(10, 1.0)]}
+    chart = bare(report.line_chart("loss", curves, "step", best={"loss": "min"}, marks=[(10, "started again")]))
+    parts = Parts(chart)
+    [plot] = [attributes for _, attributes in parts.elements if attributes.get("class") == "dpt-plot"]
+    assert plot["role"] == "img"
+    assert plot["aria-label"] == (
+        "loss by step: loss: 2.5 at step 0, 0.5 at 20, best 0.25 at 10; val_loss: 1 at step 10, 1 at 10"
+    )
+    assert rows_of(chart)[1:] == [["0", "2.5", ""], ["10", "0.25", "1"], ["20", "0.5", ""]]
+    assert "┆ started again at step 10" in chart
+    assert chart_data(chart)[0]["lines"][0]["best"] == [10, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "is_log", "may_be"),
+    [
+        ([1.0, 50.0], None, False, True),
+        ([0.001, 50.0], None, True, True),
+        ([0.0, 50.0], None, False, False),
+        ([0.0, 50.0], True, False, False),
+        ([1.0, 2.0], True, True, True),
+        ([0.001, 50.0], False, False, True),
+        ([], None, False, False),
+    ],
+)
+def test_a_wide_range_of_positive_values_has_a_logarithmic_scale(
+    values: list[float], log: bool | None, is_log: bool, may_be: bool
+) -> None:
+    [data] = chart_data(report.line_chart("loss", {"loss": list(enumerate(values))}, "step", log=log))
+    assert (data["log"], data["positive"]) == (is_log, may_be)
+
+
+@settings(max_examples=100)
+@given(
+    st.dictionaries(
+        st.text(max_size=5), st.lists(st.tuples(st.floats(-10, 10), st.floats()), max_size=50), min_size=1, max_size=4
+    )
+)
+def test_any_curves_can_be_drawn(curves: dict[str, list[tuple[float, float]]]) -> None:
+    best: Any = dict.fromkeys(curves, "max")
+    Parts(bare(report.line_chart("any", curves, "x", best=best)))
+
+
+# ---- Other pieces
+
+
+def test_shares_add_up_and_small_ones_are_summed() -> None:
+    page = bare(report.shares({"stepping": 75.0, "data": 25.0, "none": 0.0, "spoilt": math.nan}, unit="s"))
+    assert "stepping <b>75%</b> 75 s" in page
+    assert "none" not in page
+    many = bare(report.shares({f"part {i}": float(i) for i in range(1, 20)}))
+    assert many.count("<li") == 8
+    assert "others" in many
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        *((1_234_567, "1,234,567"), (0.254162, "0.2542"), (22_794.6, "22,795"), (1e-05, "1e-05"), (3.0, "3")),
+        *((-1_500.5, "-1,500"), (1e15, "1e+15"), (math.nan, "nan"), (-math.inf, "-inf")),
+    ],
+)
+def test_numbers_are_short(number: float, text: str) -> None:
+    assert brief(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((0, "0 s"), (0.25, "0.25 s"), (9.96, "10 s"), (42.3, "42 s"), (60, "1 min"), (200, "3 min 20 s")),
+        *((3_599.9, "60 min"), (7_500, "2 h 5 min"), (200_000, "2.3 days")),
+    ],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert report.duration(seconds) == text
+
+
+def test_a_timeline_says_what_lasted_and_what_happened() -> None:
+    spans = [report.Span(start=100, end=110, text="starting"), report.Span(start=110, end=200, text="training")]
+    events = [report.Event(time=105, text="ranks have met"), report.Event(time=190, text="failed", detail="line\nline")]
+    Parts(bare(report.timeline([report.Span(start=5, end=5, text="at once")])))
+    page = bare(report.timeline(spans, events))
+    assert "timeline of 1 min 40 s: starting 10 s; training 1 min 30 s" in page
+    assert re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page) == [("0.000", "10.000"), ("10.000", "90.000")]
+    assert [row[0] for row in rows_of(page)[1:]] == ["+5 s", "+1 min 30 s"]
+    assert "line\nline" in page
+
+
+def test_of_many_events_the_first_and_the_last_are_shown() -> None:
+    page = report.timeline([], [report.Event(time=i, text=f"event {i}") for i in range(10_000)])
+    assert len(rows_of(page)) == MAX_EVENTS + 2
+    assert "… 9,700 more …" in page
+    for shown in ("event 0<", "event 9999<"):
+        assert shown in page
+    assert len(page) < 200_000

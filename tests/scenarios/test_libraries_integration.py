@@ -1,0 +1,333 @@
+"""Unchanged programs for Lightning, Accelerate, Transformers and others run in each kind of gang.
+
+One gang for each kind runs all of `library_examples.py`: the fork servers import the libraries once for all of them.
+"""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from flytekit import task
+
+import fault_training as ft
+import library_examples
+import library_trainings
+from flytekitplugins.daskpytorch import (
+    DaskDDP,
+    Evaluate,
+    Gang,
+    Goodput,
+    Keep,
+    LogRecord,
+    Observer,
+    PreemptedError,
+    SpawnDDP,
+    WorkerGroup,
+    dispatch,
+)
+from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.protocol import host
+from pages import PAGES, REPOSITORY, block
+from processes import Cluster, dask_cluster, nothing_left_behind
+
+PACKAGES = {"lightning_trainer": "lightning", "lightning_fabric": "lightning", "fabric_run": "lightning"}
+"""What an example needs that is not called like it; those of torch need nothing."""
+OF_TORCH = ("fsdp2", "tensor_parallel", "zero", "dcp")
+HERE = [
+    name for name in library_examples.EXAMPLES if name in OF_TORCH or find_spec(PACKAGES.get(name, name)) is not None
+]
+ONCE = {"max_restarts": 0}
+
+
+def as_json(folder: str) -> str:
+    return json.dumps(library_examples.run_all(HERE, folder))
+
+
+def config(num_workers: int, ranks_per_worker: int) -> DaskDDP:
+    gang = Gang(ranks_per_worker=ranks_per_worker, **ONCE)
+    return DaskDDP(workers=WorkerGroup(number_of_workers=num_workers), gang=gang)
+
+
+@task(task_config=config(2, 1))
+def on_two_workers(folder: str) -> str:
+    return as_json(folder)
+
+
+@task(task_config=config(1, 2))
+def on_one_worker(folder: str) -> str:
+    return as_json(folder)
+
+
+@task(task_config=SpawnDDP(nproc=2, gang=Gang(**ONCE)))
+def on_own_node(folder: str) -> str:
+    return as_json(folder)
+
+
+def by_dispatch(client: Client, ranks_per_worker: int, folder: str) -> str:
+    gang = Gang(ranks_per_worker=ranks_per_worker, **ONCE)
+    first, other = dispatch.run(client, as_json, folder, gang=gang).result()
+    assert first == other
+    return first
+
+
+@contextlib.contextmanager
+def workers_here(number: int) -> Iterator[Client]:
+    """A client of workers in this process."""
+    with LocalCluster(n_workers=number, processes=False, dashboard_address=None) as local, Client(local) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers that were started by Dask's own command."""
+    found = {"PYTHONPATH": str(REPOSITORY / "tests/support")}
+    imported = ["library_imports"]
+    folder, environments = tmp_path_factory.mktemp("cluster"), {0: found, 1: found}
+    with dask_cluster(folder, imported_ahead=imported, worker_environments=environments) as running:
+        yield running
+
+
+def run(launcher: str, ranks_per_worker: int, folder: Path, request: pytest.FixtureRequest) -> str:
+    num_workers = 2 // ranks_per_worker
+    match launcher:
+        case "DaskDDP":
+            return {1: on_two_workers, 2: on_one_worker}[ranks_per_worker](folder=str(folder))
+        case "SpawnDDP":
+            return on_own_node(folder=str(folder))
+        case "dispatch.run":
+            with workers_here(num_workers) as client:
+                return by_dispatch(client, ranks_per_worker, str(folder))
+        case _:
+            with Client(request.getfixturevalue("cluster").address) as client:
+                client.retire_workers(list(client.scheduler_info()["workers"])[num_workers:])
+                return by_dispatch(client, ranks_per_worker, str(folder))
+
+
+LAUNCHES = [
+    *(("DaskDDP", 1), ("DaskDDP", 2), ("SpawnDDP", 2), ("dispatch.run", 1), ("dispatch.run", 2)),
+    *(("dask worker", 1), ("dask worker", 2)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_ahead() -> Iterator[None]:
+    """One fork server for all gangs of this process."""
+    fork_client.shutdown()
+    with nothing_left_behind(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_client, "_imported_ahead", ["library_imports"])
+        yield
+
+
+OFTEN = (("DaskDDP", 1), ("SpawnDDP", 2), ("dask worker", 2))
+"""Launches that are not tried at night alone."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[launch if launch in OFTEN else pytest.param(launch, marks=pytest.mark.slow) for launch in LAUNCHES],
+    ids=[f"{launcher} x {ranks}" for launcher, ranks in LAUNCHES],
+)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the examples found on either rank of a gang."""
+    found: list[dict[str, Any]] = json.loads(run(*request.param, tmp_path_factory.mktemp("libraries"), request))
+    assert len(found) == 2
+    return found
+
+
+ALONE = "would not train with all of them"
+
+EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # And a mean over both ranks; `one` and the like are what is said of Trainers that do not fit.
+    "lightning_trainer": (
+        {"size": 2, "num_batches": 3, "one": ALONE, "four": ALONE, "spawning": "would start processes of its own"},
+    )
+    * 2,
+    "lightning_fabric": ({"size": 2, "num_batches": 3, "ranks": 3.0, "three": ALONE},) * 2,
+    "fabric_run": ({"size": 2, "num_batches": 3, "ranks": 3.0, "three": ALONE},) * 2,
+    "accelerate": ({"size": 2, "num_batches": 3, "ranks": 3.0},) * 2,
+    "transformers": ({"size": 2, "num_batches": 3},) * 2,
+    "fsdp2": ({"num_batches": 3, "mine": 38},) * 2,  # of 76 weights
+    "tensor_parallel": ({"num_batches": 3, "mine": [[4, 4], [4], [4, 4], [4]]},) * 2,  # columns, rows; a bias is whole
+    "zero": ({"num_batches": 3, "mine": 40}, {"num_batches": 3, "mine": 36}),
+    "dcp": ({"files": ["__0_0.distcp", "__1_0.distcp"]},) * 2,
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_weights_are_those_of_one_process_that_sees_the_samples_of_all(ranks: list[dict[str, Any]], name: str) -> None:
+    if name not in HERE:
+        pytest.skip(f"{PACKAGES.get(name, name)} is not installed")
+    for rank, expected in zip(ranks, EXPECTED[name], strict=True):
+        found = dict(rank[name])
+        assert found.pop("distance") < 1e-6
+        assert found.pop("mean_loss", None) == ranks[0][name].get("mean_loss")
+        assert found == expected
+
+
+def test_metrics_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    if "torchmetrics" not in HERE:
+        pytest.skip("torchmetrics is not installed")
+    for rank in ranks:
+        assert rank["torchmetrics"] == {"error": pytest.approx(2 / 3), "sum": 11.0, "all": [0.0, 0.0, 1.0, 1.0]}
+
+
+# ---- The callbacks
+
+
+TWO_RANKS = Gang(ranks_per_worker=2)
+
+
+class Logged(Observer):
+    """Keeps what the ranks log, and where their time goes."""
+
+    def __init__(self) -> None:
+        self.records: list[LogRecord] = []
+        self.goodput = Goodput()
+
+    def on_goodput(self, goodput: Goodput) -> None:
+        self.goodput = goodput
+
+    def on_log(self, record: LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def worker() -> Iterator[Client]:
+    with workers_here(1) as client:
+        yield client
+
+
+@pytest.mark.parametrize("library", library_trainings.TRAININGS)
+def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
+    library: str, worker: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(library) if find_spec(library) is None else None  # without importing it here
+    monkeypatch.setattr(ft, "train", library_trainings.TRAININGS[library])
+    logged = Logged()
+    with ft.watching(tmp_path / "undisturbed") as launch:
+        expected = launch(worker, gang=TWO_RANKS).futures.result()
+    with ft.watching(tmp_path / "killed") as launch:
+        best = Keep(best=1, metric={"lightning": "validated", "transformers": "eval_loss"}[library], mode="min")
+        killed = launch(worker, 6, gang=replace(TWO_RANKS, observers=(lambda: logged,), keep=best))
+        results = killed.futures.result()
+    assert killed.starts(0) == killed.starts(1) == [0, 4]
+    assert set(killed.kept) >= {4, 8}  # a gang that has its results does not wait for the last one
+    for result in results:
+        assert all(torch.equal(result[name], value) for name, value in expected[0].items())
+    step, metrics = json.loads((killed.folder / "best").read_text())
+    validated = {record.step: record.numbers[best.metric] for record in logged.records if best.metric in record.numbers}
+    assert metrics[best.metric] == min(validated.values()) == validated[step]
+    losses = {record.step for record in logged.records if record.rank == 0 and "loss" in record.metrics}
+    assert losses == {2, 4, 6, 8, 10, 12}
+    assert {record.num_steps for record in logged.records} == {12}
+    names = {name for record in logged.records for name in record.metrics}
+    spent = logged.goodput
+    assert min(spent.stepping, spent.data, spent.evaluation, spent.saving, spent.lost) > 0
+    assert names >= {"lightning": {"epoch", "own_loss", "validated"}, "transformers": {"epoch", "grad_norm"}}[library]
+
+
+@pytest.mark.parametrize("library", library_trainings.TRAININGS)
+def test_an_evaluation_beside_the_training_finds_the_trainers_own_values(
+    library: str, worker: Client, tmp_path: Path
+) -> None:
+    pytest.importorskip(library) if find_spec(library) is None else None
+    own = {"lightning": "validated", "transformers": "eval_loss"}[library]
+    evaluate = Evaluate(library_trainings.EVALUATIONS[library], workers=0)
+    gang = replace(TWO_RANKS, evaluate=evaluate, keep=Keep(best=1, metric="loss_beside"), **ONCE)
+    futures = dispatch.run(worker, library_trainings.TRAININGS[library], str(tmp_path), gang=gang)
+    futures.result()
+    validated = {record.step: record.numbers[own] for record in futures.records if own in record.numbers}
+    beside = {record.step: record.numbers["loss_beside"] for record in futures.records if record.is_evaluation}
+    assert 12 in beside
+    assert {step: pytest.approx(validated[step], abs=1e-3) for step in beside} == beside
+    assert futures.best_checkpoint is not None
+    assert futures.best_checkpoint.step == min(beside, key=beside.__getitem__)
+
+
+@pytest.mark.parametrize("library", library_trainings.TRAININGS)
+def test_a_training_that_is_told_to_end_keeps_its_state_and_returns(
+    library: str, worker: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(library) if find_spec(library) is None else None
+    monkeypatch.setattr(ft, "train", library_trainings.TRAININGS[library])
+
+    class EndsIt(Observer):
+        def on_log(self, record: LogRecord) -> None:
+            host.preempt_all("the test has had enough")
+
+    with ft.watching(tmp_path / "stopped") as launch:
+        stopped = launch(worker, epochs=100_000, gang=replace(TWO_RANKS, observers=(EndsIt,), grace_period=600))
+        with pytest.raises(PreemptedError, match=r"the newest checkpoint \(step"):
+            stopped.futures.result()
+    ends = {(stopped.folder / f"ended-{rank}").read_text() for rank in range(2)}
+    assert ends == {str(stopped.kept[-1])}
+
+
+def test_evaluations_that_a_program_asks_for_count_as_such(worker: Client, tmp_path: Path) -> None:
+    pytest.importorskip("transformers") if find_spec("transformers") is None else None
+    asked = dispatch.run(worker, library_trainings.evaluations_by_transformers, str(tmp_path), gang=TWO_RANKS)
+    evaluated, predicted, rested = asked.result()[0]
+    at_least = 3 * library_trainings.SECONDS_A_BATCH  # of four batches each all but the first
+    assert evaluated >= at_least
+    assert predicted - evaluated >= at_least
+    assert rested == pytest.approx(predicted, abs=0.8 * library_trainings.SECONDS_A_BATCH)  # the rest took all of it
+
+
+# ---- What the driver made
+
+
+def worlds(state: Any, arguments: Any) -> list[Any]:
+    worlds = [(state.num_processes, state.process_index), (arguments.world_size, arguments.process_index)]
+    return [*worlds, arguments.device.type]
+
+
+def test_the_drivers_state_and_arguments_have_the_gangs_world(worker: Client, tmp_path: Path) -> None:
+    accelerate, transformers = pytest.importorskip("accelerate"), pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    state = accelerate.PartialState(cpu=True)
+    assert worlds(state, arguments) == [(1, 0), (1, 0), "cpu"]
+    vars(arguments)["_setup_devices"] = torch.device("meta")  # stands for the driver's GPU
+    made = dispatch.run(worker, worlds, state, arguments, gang=TWO_RANKS).result()
+    assert made == [[(2, rank), (2, rank), "cpu"] for rank in range(2)]
+
+
+# ---- The guide
+
+
+def test_the_guides_table_says_what_is_tested_here() -> None:
+    table = PAGES["docs/guides/libraries.md"].split("\n| ranks per worker, of two")[1].split("\n\n")[0].splitlines()
+    launchers = [re.findall("`(.*?)`", cell)[0] for cell in table[0].split("|")[1:-1]]
+    tested = {launcher: ", ".join(str(ranks) for name, ranks in LAUNCHES if name == launcher) for launcher in launchers}
+    assert launchers == list(dict.fromkeys(launcher for launcher, _ in LAUNCHES))
+    assert len(table[2:]) == len(library_examples.EXAMPLES)
+    for row in table[2:]:
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == list(tested.values())
+
+
+@pytest.mark.parametrize("library", library_trainings.TRAININGS)
+def test_the_guides_example_trains(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(library)
+    example = block(f"daskpytorch.{library} import")
+    assert sum(bool(line.strip()) for line in example.splitlines()) <= 15
+    (tmp_path / f"with_{library}.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    trained = import_module(f"with_{library}").train(epochs=1)
+    said = capfd.readouterr().err
+    if library == "lightning":
+        assert trained == 32  # of the model's 64 samples each rank sees half
+    else:
+        assert trained == pytest.approx(math.log(16), abs=1.0)  # that of a guess among 16 words
+        assert "step 1/1" in said  # of 16 texts, two ranks take 8 each at once
