@@ -102,7 +102,8 @@ class _Server:
 
     def serve(self) -> None:
         while self._running:
-            requests = self._selector.select(self._leisure.patience())
+            has_ranks = any(client.ranks for client in self._clients)
+            requests = self._selector.select(self._leisure.patience(has_ranks=has_ranks))
             for key, _ in requests:
                 if isinstance(key.data, _Client):
                     self._serve_client(key.data)
@@ -152,11 +153,6 @@ class _Server:
         client.ranks[key] = self._fork(*descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._leisure.pause()
-
-    def _use_leisure(self) -> None:
-        if not any(client.ranks for client in self._clients):
-            self._leisure.go_on()
 
     # ---- ranks
 
@@ -167,8 +163,6 @@ class _Server:
         for pid in client.ranks.values():
             kill_session(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        if client.ranks:
-            self._use_leisure()
 
     def _reap(self) -> None:
         os.read(self._wakeup, 1024)
@@ -181,7 +175,6 @@ class _Server:
                 _, status = os.waitpid(pid, 0)
                 del client.ranks[key]
                 self._tell(client, {"key": key, "exitcode": os.waitstatus_to_exitcode(status)})
-                self._use_leisure()
 
     @staticmethod
     def _tell(client: _Client, event: dict[str, int | str]) -> bool:
@@ -372,7 +365,7 @@ class Leisure:
         """A byte that ranks share: 1 once a rank has trained."""
         self._names = deque(TRAINING_IMPORTS)
         self._at = math.inf
-        """Time of the next import, on the monotonic clock, or infinite while ranks run or no module is left."""
+        """Time from which modules are imported, on the monotonic clock. The first rank makes it infinite."""
 
     def begin(self) -> None:
         """Import after some seconds without a rank, since the fork server was started ahead."""
@@ -382,22 +375,16 @@ class Leisure:
         except ValueError:
             raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
 
-    def pause(self) -> None:
-        self._at = math.inf
-
-    def go_on(self) -> None:
-        """No rank runs any more: import at once if one has trained."""
-        if self._has_trained[0] and self._names:
-            self._at = time.monotonic()
-
-    def patience(self) -> float | None:
-        """Return the seconds until the next import, if one is due."""
-        return max(0.0, self._at - time.monotonic()) if self._at < math.inf else None
+    def patience(self, *, has_ranks: bool) -> float | None:
+        """Return the seconds until the next import, if one is due: none once ranks have ended of which one trained."""
+        if has_ranks:
+            self._at = math.inf
+        elif self._has_trained[0]:
+            self._at = 0.0
+        return max(0.0, self._at - time.monotonic()) if self._names and self._at < math.inf else None
 
     def import_next(self) -> None:
-        if time.monotonic() >= self._at:
-            import_quietly(self._names.popleft())
-            self._at = time.monotonic() if self._names else math.inf
+        import_quietly(self._names.popleft())
 
     def watch_for_training(self) -> None:
         register_post_import_hook(lambda _: self._has_trained.__setitem__(0, 1), TRAINS)

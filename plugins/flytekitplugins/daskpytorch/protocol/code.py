@@ -239,7 +239,7 @@ class Project:
     def add_script(self, script: Script) -> None:
         """Add the folder from which a user's script or module imports, unless it is installed."""
         self.script = None  # not the driver's own
-        if script.file is None or script.folder is None or _is_installed(script.file, _installation_folders()):
+        if script.file is None or script.folder is None or _is_installed(script.file):
             return
         root = self._first = Path(script.folder)
         self.script = str(Path(script.file).relative_to(root))
@@ -292,27 +292,18 @@ class SourceFiles:
         return sorted(found)
 
 
-_installed_modules: dict[str, ModuleType] = {}
-"""Cache by name, as repeated checks of thousands of modules would dominate packing time."""
-
-
 def _modules_not_installed() -> Iterator[ModuleType]:
-    installed = _installation_folders()
-    for name, module in list(sys.modules.items()):
-        if _installed_modules.get(name) is module:
-            continue
-        if _is_installed(attributes_of(module).get("__file__"), installed):
-            _installed_modules[name] = module
-        else:
+    for module in list(sys.modules.values()):
+        file = attributes_of(module).get("__file__")
+        if not isinstance(file, str) or not _is_installed(file):
             yield module
 
 
-def _is_installed(file: object, installed: tuple[str, ...]) -> bool:
+@functools.cache  # repeated checks of thousands of modules would dominate packing time
+def _is_installed(file: str) -> bool:
     """Layered environments (PYTHONPATH, .pth files) are recognised by folder names such as `site-packages`."""
-    if not isinstance(file, str):
-        return False
-    absolute = file if file.startswith(installed) else os.path.abspath(file)
-    return absolute.startswith(installed) or any(f"{os.sep}{name}{os.sep}" in absolute for name in INSTALLED_FOLDERS)
+    absolute = os.path.abspath(file)
+    return absolute.startswith(_installation_folders()) or any(f"/{name}/" in absolute for name in INSTALLED_FOLDERS)
 
 
 def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
