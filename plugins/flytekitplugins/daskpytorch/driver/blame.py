@@ -85,40 +85,18 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
     The `GangError` itself if the exception cannot be rebuilt, or infrastructure was lost. `refusal` is the reason for
     no restart, `history` has a line per earlier failure.
     """
-    who, how = f"rank {root_failure.rank}", describe(root_failure)
-    rank_traceback = root_failure.failure.traceback if root_failure.failure else ""
-    step = root_failure.position[0]
-    where = f" after step {step}" if step is not None else ""
-    on = title_of(root_failure.worker, root_failure.host)
-    message = f"{who} of {world_size} failed on {on}{where}: {how}"
-    if refusal:
-        message += f"\n\nNot started again, because {refusal}."
-    if history:
-        message += " Failures before this one:\n" + "\n".join(history)
-    if root_failure.difference is not None:
-        message += f"\n\nThe ranks do not agree in their collectives: {root_failure.difference}"
-    if root_failure.hang is not None:
-        message += "\n" + root_failure.hang.partition("\n")[2]
-    if rank_traceback:
-        message += f"\n\nTraceback of {who}:\n{rank_traceback.rstrip()}"
-    if root_failure.agent_traceback:
-        message += f"\n\nTraceback of its agent:\n{root_failure.agent_traceback.rstrip()}"
-    if root_failure.log_tail and root_failure.hang is None:  # a hung rank's log ends with the stacks of all threads
-        also = f", and in {root_failure.log_folder} on its host" if root_failure.log_folder else ""
-        message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]{also}):\n"
-        message += root_failure.log_tail
     type_ = GangHungError if root_failure.hang is not None and root_failure.failure is None else GangError
     if root_failure.is_infrastructure:
         type_ = WorkerLostError
     error = type_(
-        message,
+        _message(root_failure, world_size, refusal, history),
         rank=root_failure.rank,
         worker=root_failure.worker,
         host=root_failure.host,
-        cause=how,
-        step=step,
+        cause=describe(root_failure),
+        step=root_failure.position[0],
         time=root_failure.failure.time if root_failure.failure else root_failure.time,
-        rank_traceback=rank_traceback,
+        rank_traceback=root_failure.failure.traceback if root_failure.failure else "",
         log_tail=root_failure.log_tail,
         is_repeated=refusal == REPEATED,
         exit_code=root_failure.own_exit_code,
@@ -129,6 +107,30 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
         return error
     original.__cause__ = error
     return original
+
+
+def _message(root_failure: RankExit, world_size: int, refusal: str, history: Sequence[str]) -> str:
+    who, step = f"rank {root_failure.rank}", root_failure.position[0]
+    where = f" after step {step}" if step is not None else ""
+    on = title_of(root_failure.worker, root_failure.host)
+    message = f"{who} of {world_size} failed on {on}{where}: {describe(root_failure)}"
+    if refusal:
+        message += f"\n\nNot started again, because {refusal}."
+    if history:
+        message += " Failures before this one:\n" + "\n".join(history)
+    if root_failure.difference is not None:
+        message += f"\n\nThe ranks do not agree in their collectives: {root_failure.difference}"
+    if root_failure.hang is not None:
+        message += "\n" + root_failure.hang.partition("\n")[2]
+    if root_failure.failure is not None and root_failure.failure.traceback:
+        message += f"\n\nTraceback of {who}:\n{root_failure.failure.traceback.rstrip()}"
+    if root_failure.agent_traceback:
+        message += f"\n\nTraceback of its agent:\n{root_failure.agent_traceback.rstrip()}"
+    if root_failure.log_tail and root_failure.hang is None:  # a hung rank's log ends with the stacks of all threads
+        also = f", and in {root_failure.log_folder} on its host" if root_failure.log_folder else ""
+        message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]{also}):\n"
+        message += root_failure.log_tail
+    return message
 
 
 def kind_of(exit_: RankExit) -> Kind:  # noqa: PLR0911 - a return for each kind

@@ -43,9 +43,9 @@ HOST = "127.0.0.1"
 class Prompt:
     def __init__(self, order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:
         self.rank = order.place.rank
-        self._folder = Path(order.scratch)
+        self.folder = Path(order.scratch)
+        self.timeout = order.job.settings.attach_timeout
         self._gang = order.job.gang
-        self._timeout = order.job.settings.attach_timeout
         self._send = send
         self._terminal: PseudoTerminal | None = None
         self.is_call_ending = False
@@ -86,12 +86,10 @@ class Prompt:
                 f"a debugger was called for in a process that rank {self.rank} has started, as a DataLoader's worker: "
                 "no terminal reaches it. Load in the rank itself, with num_workers=0."
             )
-        terminal = self._terminal = self._terminal or PseudoTerminal(
-            self._folder, self.rank, self._timeout, lambda: self.is_call_ending
-        )
+        terminal = self._terminal = self._terminal or PseudoTerminal(self)
         self._describe(where)
         # Nobody may sit at the driver's terminal when a rank fails.
-        folder = str(self._folder) if self.failure is None else None
+        folder = str(self.folder) if self.failure is None else None
         steps = False
         try:
             with terminal.prompt():
@@ -106,11 +104,11 @@ class Prompt:
             self._send(messages.Debugged(steps=steps))
 
     def _describe(self, prompt: str = "") -> None:
-        RankFile(gang=self._gang, rank=self.rank, pid=self._pid, prompt=prompt).write(self._folder)
+        RankFile(gang=self._gang, rank=self.rank, pid=self._pid, prompt=prompt).write(self.folder)
 
     def _no_debugger(self, where: str) -> NoDebuggerError:
         return NoDebuggerError(
-            f"rank {self.rank} {where}, and for {self._timeout:g} s (Gang(attach_timeout=...)) no terminal was "
+            f"rank {self.rank} {where}, and for {self.timeout:g} s (Gang(attach_timeout=...)) no terminal was "
             f"attached to its debugger, as by `daskpytorch attach {self.rank}` on its machine, {os.uname().nodename}. "
             f"Or start the run in a terminal of that machine; or with {DEBUG_VARIABLE}=1, which trains in one rank in "
             f"the calling process; or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that port "
@@ -202,13 +200,11 @@ class PseudoTerminal:
     is_given_up = False
     """The prompt was ended: no terminal was attached in time, or the driver ends the call."""
 
-    def __init__(self, folder: Path, rank: int, timeout: float, is_call_ending: Callable[[], bool]) -> None:
-        self._rank = rank
-        self._timeout = timeout
-        self._is_call_ending = is_call_ending
+    def __init__(self, of: Prompt) -> None:
+        self._prompt = of
         self._master, self._slave = os.openpty()
         os.set_blocking(self._master, False)  # keys beyond the kernel's buffer are lost
-        self._listener = listen(folder, rank)
+        self._listener = listen(of.folder, of.rank)
         self._attached: socket.socket | None = None
         self._is_drivers = False
         self._is_at_prompt = False
@@ -276,7 +272,7 @@ class PseudoTerminal:
             self._hang_up()
             socket.send_fds(attaching, [DRIVER], [self._master])
             if self._is_read:
-                os.write(self._slave, f"(Pdb rank {self._rank}) ".encode())
+                os.write(self._slave, f"(Pdb rank {self._prompt.rank}) ".encode())
             self._attached, self._is_drivers, self._is_read = attaching, is_drivers, True
 
     def _heed(self, attached: socket.socket) -> None:
@@ -295,7 +291,7 @@ class PseudoTerminal:
                 self._hang_up()
             return
         self._since = now if self.is_attached else self._since
-        if self._is_call_ending() or now >= self._since + self._timeout:
+        if self._prompt.is_call_ending or now >= self._since + self._prompt.timeout:
             self.is_given_up = True
             with contextlib.suppress(BlockingIOError):
                 os.write(self._master, END_INPUT)

@@ -71,26 +71,12 @@ def install() -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        member = _membership
-        if member is None or member.pid != os.getpid():
+        if _membership is None or _membership.pid != os.getpid():
             original(*args, **kwargs)
             return
-        if member.take_device is not None:
-            join()  # a module of the user's calls the function at import
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        asked = given.arguments
-        if distributed.is_initialized() and member.is_in:
-            _check(member, asked["backend"], asked)
-            if asked["timeout"] is not None:
-                torch_parts.set_timeout(asked["timeout"])
-        elif asked["store"] is None and asked["init_method"] in (None, "env://"):
-            _check(member, None, asked)
-            _enter(member, original, asked)
-        else:  # a rendezvous of the user's
-            original(*args, **kwargs)
-            member.is_in = False
-            member.on_formed()
+        _heed(_membership, original, given.arguments)
 
     init_process_group.knows_gangs = True  # type: ignore[attr-defined]
     distributed_c10d.init_process_group = init_process_group
@@ -220,6 +206,25 @@ def leave() -> None:
     _membership = None
     if distributed.is_initialized():  # the function may have destroyed the group
         distributed.destroy_process_group()
+
+
+def _heed(member: _Membership, original: Callable[..., None], asked: Mapping[str, Any]) -> None:
+    """Give a call of `init_process_group` in a rank the gang's group, or the one of the user's rendezvous."""
+    from torch import distributed
+
+    if member.take_device is not None:
+        join()  # a module of the user's calls the function at import
+    if distributed.is_initialized() and member.is_in:
+        _check(member, asked["backend"], asked)
+        if asked["timeout"] is not None:
+            torch_parts.set_timeout(asked["timeout"])
+    elif asked["store"] is None and asked["init_method"] in (None, "env://"):
+        _check(member, None, asked)
+        _enter(member, original, asked)
+    else:
+        original(**asked)
+        member.is_in = False
+        member.on_formed()
 
 
 def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, Any]) -> None:
