@@ -34,7 +34,6 @@ LOW, HIGH = (
 UNDONE = frozenset(
     ("neg", "negative", "minus", "no", "non", "free", "drop", "gap", "diff", "delta", "improvement", "reduction")
 )
-"""Words after or before which `LOW` and `HIGH` tell nothing, as in `neg_log_loss`."""
 UNSTABLE = re.compile(r"/\.{0,2}(/|$)|\\|\?versionId=")
 """Parts of a path that libraries or servers of object stores change, or read otherwise."""
 STABLE = "without '//', '.', '..', a backslash or '?versionId=' in its path"
@@ -58,7 +57,6 @@ class Problems:
             self.check(name, rule)
 
     def check(self, name: str, rule: Rule) -> None:
-        """Note a problem with the attribute `name` unless the rule allows its value."""
         value = attrgetter(name)(self._values)
         if (allowed := rule(value)) is not None:
             self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
@@ -73,7 +71,6 @@ class Problems:
 
 
 def shown(value: object) -> str:
-    """Return a value's `repr` for a message, shortened to 200 characters."""
     try:
         text = repr(value)
     except Exception as error:  # raised by the value's class, or by Python for thousands of digits
@@ -99,7 +96,6 @@ def optional(rule: Rule) -> Rule:
 
 
 def left_out(reason: str) -> Rule:
-    """Return a rule that allows only None. `reason` says in errors why."""
     return must_be(f"left out{reason}", lambda value: value is None)
 
 
@@ -120,7 +116,6 @@ def instance_of(kind: type) -> Rule:
 
 
 def text(words: str = "a text without control characters") -> Rule:
-    """Return a rule that allows non-blank texts without control characters."""
     return must_be(words, is_text)
 
 
@@ -130,7 +125,6 @@ def path_or(text: str) -> Rule:
 
 
 def tuple_of(items: str, test: Callable[[Any], bool]) -> Rule:
-    """Return a rule that allows tuples and lists whose items all pass a test. `items` names the items in errors."""
     return must_be(f"a tuple of {items}", lambda value: isinstance(value, (tuple, list)) and all(map(test, value)))
 
 
@@ -179,7 +173,6 @@ def is_whole(value: object, least: int, most: int = MAX_COUNT) -> bool:
 
 
 def is_seconds(value: object, least: float = 0.0) -> bool:
-    """Return True for a number above 0, at least `least`, and at most two weeks."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and least <= value <= MAX_SECONDS and value > 0  # type: ignore[operator]
 

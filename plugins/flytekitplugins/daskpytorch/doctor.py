@@ -44,7 +44,6 @@ FIREWALL = (
 MAX_NAMES = 4
 NUM_RANKS = 2
 NUM_VALUES = 2**18
-"""The test gang sums 1 MiB of float32."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Finding:
     verdict: Verdict = "ok"
     """`problem`: gangs cannot run. `warning`: gangs may be slow, or unable to run."""
     advice: str = ""
-    """Likely cause and next step. Empty if the verdict is ok."""
 
 
 @click.command(short_help="Check whether gangs can train here and on a Dask cluster.")
@@ -92,11 +90,6 @@ def doctor(*, scheduler: str | None, gang: bool, timeout: float, is_json: bool) 
 
 
 def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
-    """Check this machine and, given a scheduler, its cluster. Yield each finding as soon as its check has ended.
-
-    `timeout` is in seconds: for two ranks to form their process group, again for their all-reduce, and, at most 10 s,
-    for a scheduler's answer.
-    """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": _versions,
         "GPUs": _gpus,
@@ -108,7 +101,6 @@ def examine(scheduler: str | None, *, with_gangs: bool = True, timeout: float = 
 
 
 def surviving(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of one check. If it raises an exception, yield a finding named `what` with the exception."""
     try:
         yield from check()
     except Exception as error:
@@ -233,7 +225,6 @@ def _few(names: Sequence[str]) -> str:
 
 
 def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
-    """Return a finding with the address at which ranks must reach this process, and whether they can."""
     from flytekitplugins.daskpytorch.node.hardware import interface_of
 
     interface = interface_of(host)
@@ -253,10 +244,6 @@ def meeting_point(what: str, host: str, worker_hosts: Iterable[str]) -> Finding:
 
 
 def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout: float) -> Finding:
-    """Run a gang of two ranks that does an all-reduce. Return a finding with the seconds of its start and sum.
-
-    `timeout` is in seconds, for the gang's start, and again for its all-reduce.
-    """
     from flytekitplugins.daskpytorch.driver.futures import GangFutures
     from flytekitplugins.daskpytorch.driver.request import request_for
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
@@ -304,7 +291,6 @@ def all_reduce() -> tuple[float, str]:
 
 class _Start(Observer):
     seconds = 0.0
-    """Seconds from the request for the gang until all ranks had joined the process group."""
 
     def on_formed(self, seconds: float) -> None:
         self.seconds = seconds

@@ -45,7 +45,6 @@ DISK_ERRORS = (
 PROFILES = "profiles"
 """Subfolder for traces by `Gang(profile=...)`."""
 FAILED_LIMIT = 60.0
-"""Seconds for the upload of a failed gang's results, before its error is raised."""
 LOST = "These files are lost: check the disk and the task's access to its output storage"
 
 
@@ -240,7 +239,6 @@ class ResultPathError(ValueError):
 class ResultFolder:
     def __init__(self, prefix: str | os.PathLike[str], name: str | None = None) -> None:
         self.name = name or os.fspath(prefix)
-        """For error messages."""
         Path(prefix).mkdir(parents=True, exist_ok=True)
         self._root = os.path.realpath(prefix).rstrip("/")
         self._unfinished = f".unfinished-{uuid.uuid4().hex}"
@@ -296,7 +294,6 @@ class TaskResults:
         self._preempted_limit = Deadlines(grace_period).results
         self._execution = execution
         self.folder = str(execution.new_folder())
-        """Path or URI of the results, made only if a rank submits files or uses the folder."""
         path = self.folder.removeprefix("file://")
         self._path = None if "://" in path else Path(path)
         self.has_files = False
@@ -304,11 +301,6 @@ class TaskResults:
 
     @contextlib.contextmanager
     def received(self) -> Iterator[ReceivedResults]:
-        """During the block, write submitted files to the results folder as they arrive. Upload them at the end.
-
-        Raises `OSError` if not all files could be written, and the storage's own error if the upload failed. An error
-        of the gang is raised instead.
-        """
         received, worker = ReceivedResults(), Worker(name="results")
         place = contextlib.nullcontext(self._path) if self._path else scratch_folder("daskpytorch-results-")
         with place as folder, contextlib.closing(worker):
@@ -329,7 +321,6 @@ class TaskResults:
                 self._make_empty_folder()
 
     def profiles(self) -> dict[str, str]:
-        """Return the URIs of the traces by `Gang(profile=...)`, by file name."""
         if self._path is not None:
             self._profiles = _files_below(self._path / PROFILES)
         return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}

@@ -34,11 +34,8 @@ WITHOUT_MEANING = (
     *("-t", "--local-ranks-filter", "--event-log-handler", "--logs-specs", "--numa-binding", "--signals-to-handle"),
     *("--shutdown-timeout", "--log-line-prefix-template", "--duplicate-stdout-filters", "--duplicate-stderr-filters"),
 )
-"""Options of `torchrun` that take a value."""
 FLAGS_WITHOUT_MEANING = ("--standalone", "--run-path")
-"""Options of `torchrun` that take none."""
 IGNORED = f"{__name__}.ignored"
-"""Key of click's context for the given options of `torchrun` without an effect."""
 LOST_OUTPUT = 120
 """Python's own exit code if it cannot write its output."""
 COUNT = click.IntRange(min=1)
@@ -72,7 +69,6 @@ def _note_without_meaning(context: click.Context, option: click.Parameter, value
 
 
 def _accepting_torchruns(command: click.Command) -> click.Command:
-    """Add the options of `torchrun` that have no effect here, hidden."""
     for name in (*WITHOUT_MEANING, *FLAGS_WITHOUT_MEANING):
         is_flag = name in FLAGS_WITHOUT_MEANING
         option = click.Option([name], hidden=True, expose_value=False, is_flag=is_flag, callback=_note_without_meaning)
@@ -81,7 +77,6 @@ def _accepting_torchruns(command: click.Command) -> click.Command:
 
 
 def _setting(name: str, words: str, metavar: str | None = None, *, type: Any = None) -> Callable[[Any], Any]:  # noqa: A002
-    """Return the option of a gang's setting, with the setting's default."""
     [default] = [field.default for field in fields(Gang) if field.name == name]
     return click.option(f"--{name.replace('_', '-')}", type=type, default=default, metavar=metavar, help=words)
 
@@ -245,7 +240,6 @@ def _run(client: Client | None, script: Script, gang: Gang, deck: str | None) ->
 
 
 def _code_for(error: BaseException) -> int:
-    """Return the failed rank's exit code, or 128 and its signal."""
     gang_error = error if isinstance(error, GangError) else error.__cause__
     if isinstance(gang_error, PreemptedError):
         return 128 + signal.SIGTERM

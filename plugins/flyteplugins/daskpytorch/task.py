@@ -100,7 +100,6 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _begun(self) -> Iterator[None]:
-        """During the block, keep the checkpoints of a local run, so that the next attempt goes on from them."""
         ctx = flyte.ctx()
         if ctx.mode != "local":
             yield
@@ -165,11 +164,9 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     @property
     def enable_deck(self) -> bool:
-        """True if the task has a report, which flytekit calls a Deck."""
         return bool(self.report)
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
-        """Train in a thread, so that Flyte's event loop stays free."""
         fork_client.import_ahead(IMPORTED_AHEAD)
         if self._is_debugging:
             return await run_sync_in_thread(self._train_here, inputs)
@@ -228,7 +225,6 @@ class DaskClusterTask(_Resumable, _OnDask):
         return in_ranks.CLUSTER_SETTINGS | PRELOAD
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
-        """Call the user's function in a thread, or await it, once the cluster's workers have arrived."""
         from flytekitplugins.daskpytorch.dask import cluster
 
         refuse_unknown(inputs)

@@ -33,18 +33,13 @@ HOW_TO_GET_WORKERS = (
     "alone: call client.cluster.adapt(minimum=n) or client.cluster.scale(n) first."
 )
 GANG, EVALUATION = "gang", "evaluation"
-"""Holders of a launcher's workers."""
 HostAndGpus = tuple[str, tuple[str, ...]]
 AGENT_NAME = "daskpytorch-agent"
-"""Start of the keys of agents' Dask tasks."""
 AGENT_PRIORITY = 1_000
 LOOK_TIMEOUT = 2.0
-"""Seconds for the scheduler's list of workers while a gang runs. The driver asks again later."""
 FIRST_LOOK_TIMEOUT = 30.0
-"""Seconds for the first list of workers, for which a busy scheduler may take long."""
 LEAVING = {status.name for status in (Status.closing, Status.closing_gracefully, Status.closed)}
 GPUS_TIMEOUT = 30.0
-"""Seconds for a worker's list of its GPUs, for which it starts a process with torch."""
 
 
 class Allotment:
@@ -52,10 +47,8 @@ class Allotment:
 
     def __init__(self, workers: Iterable[str]) -> None:
         self.workers = set(workers)
-        """Present ones, by the names that users see."""
         self._held: dict[Hashable, set[str]] = {}
         self._wanted: dict[Hashable, int] = {}
-        """Number of workers that each holder has requested."""
 
     @property
     def free(self) -> set[str]:
@@ -63,7 +56,6 @@ class Allotment:
 
     @property
     def num_free(self) -> int:
-        """Workers that a new gang can get: free ones, less replacements that running gangs wait for."""
         return max(0, len(self.free) - sum(map(self.num_missing, self._held)))
 
     @property
@@ -75,27 +67,23 @@ class Allotment:
         return bool(self._held)
 
     def update(self, present: Iterable[str]) -> None:
-        """Set the workers that there are now. Lost workers are taken from their gangs."""
         self.workers = set(present)
         for workers in self._held.values():
             workers.intersection_update(self.workers)
 
     def acquire(self, holder: Hashable, count: int) -> list[str] | None:
-        """Assign workers to a new holder, and return their names. None: too few are free."""
         if count > self.num_free:
             return None
         self.hold(holder, (), count)
         return self.refill(holder)
 
     def hold(self, holder: Hashable, workers: Iterable[str], count: int) -> None:
-        """Assign these workers to a new holder, which wants `count` of them."""
         self._held[holder], self._wanted[holder] = set(workers), count
 
     def held(self, holder: Hashable) -> set[str]:
         return self._held[holder]
 
     def refill(self, holder: Hashable, num_left: int = 0) -> list[str]:
-        """Replace lost workers by free ones, of which `num_left` stay free, and return the holder's workers."""
         spare = sorted(self.free, key=worker_order)[num_left:]
         self._held[holder].update(spare[: self.num_missing(holder)])
         return sorted(self._held[holder], key=worker_order)
@@ -110,12 +98,10 @@ class Allotment:
 class DaskAgents:
     """Starts an agent on each of `num_workers` workers (None: all) of a Dask cluster: those with the fewest gangs.
 
-    A lost worker is not replaced by one of another such launcher in this process. `num_kept` workers are kept for gangs
-    that evaluate beside this one. 0: they share a worker with it. None: there are none.
+    `num_kept` workers are kept for gangs that evaluate beside this one. 0: they share one. None: there are none.
     """
 
     _refill: Callable[[], list[str]] | None = None
-    """Replaces lost workers of a gang that has some of another launcher's, and returns all of the gang's."""
 
     def __init__(self, client: Client, num_workers: int | None = None, num_kept: int | None = None) -> None:
         if client.asynchronous:
@@ -125,9 +111,7 @@ class DaskAgents:
         self.scheduler: str = client.scheduler.address
         found = cluster.identity(client, FIRST_LOOK_TIMEOUT)
         self.addresses = _addresses(client, found)
-        """Worker's name for users -> its Dask address, also of lost workers."""
         self._names: dict[str, str] = {}
-        """Address -> Dask name, if somebody has given one."""
         self._note(found)
         made = client.cluster
         self._made_by_cluster = set(made.workers) if isinstance(made, SpecCluster) else set()
@@ -220,7 +204,6 @@ class DaskAgents:
             return [worker for worker in here if worker in allotment.workers - allotment.held(EVALUATION)]
 
     def share(self, workers: Sequence[str], refill: Callable[[], list[str]]) -> DaskAgents:
-        """Return a launcher of another gang on some workers. `refill` replaces lost ones, and returns all of them."""
         launcher = copy.copy(self)
         launcher.workers, launcher.num_wanted, launcher._refill = workers, len(workers), refill  # noqa: SLF001
         launcher._futures = []  # noqa: SLF001 - `close` ends only that gang's agents
@@ -243,7 +226,6 @@ class DaskAgents:
         return self.share(workers, refill) if workers else None
 
     def _workers_beside(self, chosen: Sequence[str]) -> list[str]:
-        """Return present kept workers. Without kept workers, return the chosen one as long as it is present."""
         present = self.present()
         if not self._num_kept:
             wanted = (*chosen, *self.workers, *present)
@@ -257,7 +239,6 @@ class DaskAgents:
         return Counter(worker for other in others for worker in _allotments[other].in_use)
 
     def _num_agents(self) -> Mapping[str, int]:
-        """Count the agents on each worker, of this process and of others."""
         processing = self._client.scheduler.processing
         running: Mapping[str, Sequence[object]] = self._client.sync(
             processing, workers=None, callback_timeout=FIRST_LOOK_TIMEOUT
@@ -281,7 +262,6 @@ class DaskAgents:
         self._names |= {address: info["name"] for address, info in workers if isinstance(info["name"], str)}
 
     def hindrance(self) -> str:
-        """Describe paused workers, and lost workers that Dask will not start again."""
         told = [
             f"Dask has paused {self.title(worker)}, and starts nothing there: its process takes more than "
             "distributed.worker.memory.pause of its memory limit"
@@ -309,7 +289,6 @@ class DaskAgents:
 
 _lock = threading.Lock()
 _allotments: WeakKeyDictionary[DaskAgents, Allotment] = WeakKeyDictionary()
-"""Launcher with a limited number of workers, until its gang ends -> its workers, and free ones that it may take."""
 _known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictionary()
 
 
@@ -344,7 +323,6 @@ def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _scaled_away(client: Client) -> set[object]:
-    """Return Dask names of workers that the cluster is removing, possibly before the scheduler knows."""
     made = client.cluster
     return set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
 

@@ -32,7 +32,6 @@ SETTLE_TIME = 30.0
 NOTICE_INTERVAL = 10.0
 
 _clients: list[Client] = []
-"""Clients of this process's tasks, the newest last, for all threads of a task."""
 
 
 def current_client() -> Client:
@@ -158,7 +157,6 @@ def _wants_dashboard() -> bool:
 
 
 def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out settings that the user has changed in Dask's configuration."""
     usual = dask.config.merge(*dask.config.defaults)
     return {
         key: value
@@ -168,7 +166,6 @@ def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source() -> str:
-    """Return the scheduler's variable, which outside Flyte's backend perhaps a shell has kept."""
     is_on_backend = current_execution().name not in (None, "local")
     return SCHEDULER_VARIABLE if is_on_backend else f"{SCHEDULER_VARIABLE}: unset it to train on this machine"
 

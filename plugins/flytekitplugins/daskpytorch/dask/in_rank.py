@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
-"""Seconds between two requests for a lost partition that Dask is computing again."""
 TOKEN_TIMEOUT = 10.0
 
 
@@ -68,7 +67,6 @@ def _bind_late(future_type: Any, ours: RankWorker) -> None:
 
 @functools.cache
 def worker_of(way: WorkerData) -> RankWorker:
-    """Return the same stand-in, with one client, at each call."""
     return RankWorker(way)
 
 
@@ -102,7 +100,6 @@ class RankWorker:
         return self.client.loop
 
     def sizes(self, keys: Sequence[Key]) -> dict[Key, int]:
-        """Return bytes by partition, for those that the worker beside this rank holds."""
         holders = self.client.sync(self.scheduler.who_has, keys=keys)
         here = [key for key, addresses in holders.items() if self.address in addresses]
         sizes: dict[Key, int] = self.client.nbytes(here, summary=False)
@@ -122,7 +119,6 @@ class RankWorker:
         return found.pop()
 
     async def _find(self, key: Key) -> list[Any]:
-        """Return a list, empty if no worker holds the partition now."""
         from distributed.utils_comm import gather_from_workers
 
         if not self._contact.reaches_workers:
@@ -152,7 +148,6 @@ class RankWorker:
             ) from error
 
     def _get_client(self, timeout: float | None = None) -> Client:
-        """Called by `distributed.get_client`."""
         import dask
         from distributed import Client
 
@@ -220,7 +215,6 @@ class Contact:
     address: str
     scheduler: str
     reaches_workers: bool
-    """False if the workers are threads of one process, whose scheduler alone is within reach."""
     security: Any = field(repr=False)
 
 

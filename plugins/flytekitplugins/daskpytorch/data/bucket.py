@@ -28,7 +28,6 @@ CREDENTIALS = (
     "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
 )
 FIRST_BACKOFF = 0.1
-"""Seconds at most before the first retry of a read, doubled with each further retry."""
 LONGEST_BACKOFF = 5.0
 MD5 = re.compile(r"[0-9a-f]{32}")
 """ETags that look like MD5 checksums. That of an object that a KMS key encrypts only looks like one."""
@@ -53,7 +52,6 @@ INHERITED = (
     "before the DataLoader starts its workers"
 )
 HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedirect"}
-"""For answers without a body."""
 
 
 class DamagedTransferError(OSError):
@@ -99,7 +97,6 @@ class Listed(NamedTuple):
     key: str
     size: int
     etag: str
-    """Without quotation marks."""
 
 
 class Bucket:
@@ -110,7 +107,6 @@ class Bucket:
         self.access = access
         self._plain: _Botocore | None = None
         self._quick: _Obstore | _Botocore | None = None
-        """Made at the first read."""
         self._lock = threading.Lock()
         self._etags_are_checksums: bool | None = None
 
@@ -171,11 +167,6 @@ class Bucket:
         return self._plain
 
     def _verify(self, uri: str, listed: Listed, body: bytes, etag: str, seen: set[bytes]) -> None:
-        """Check that ETag, length and checksum of arrived bytes match the listing.
-
-        `seen` has the MD5 checksums of earlier tries, to which this one is added. Raises `ChangedError` or
-        `DamagedTransferError`.
-        """
         if etag != listed.etag and etag and listed.etag:
             raise ChangedError(
                 f"{uri} has been overwritten since it was listed: it had {listed.size} bytes and the ETag "
@@ -298,7 +289,6 @@ class Access:
     num_retries: int = 5
 
     def session(self) -> Any:
-        """Return a botocore session with these credentials. Raises `ValueError` if the profile does not exist."""
         import botocore.session
         from botocore.exceptions import ProfileNotFound
 
@@ -318,7 +308,6 @@ class Access:
         return session
 
     def client(self, session: Any) -> Any:
-        """Return a new botocore client for this process. With servers other than AWS, the bucket is in the path."""
         from botocore import UNSIGNED
         from botocore.config import Config
 
@@ -334,7 +323,6 @@ class Access:
 
 
 def credentials(session: Any) -> Any:
-    """Return a provider for obstore of the credentials that a botocore session finds and renews."""
     found = session.get_credentials()
     if found is None:
         raise PermissionError(f"there are no AWS credentials to sign requests with. {CREDENTIALS}")
@@ -359,7 +347,6 @@ def split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
 
 
 def access_options(options: Mapping[str, Any], *, anon: bool) -> dict[str, Any]:
-    """Convert options of s3fs to the arguments of `Access`. `anon` wins over the options."""
     if unknown := options.keys() - set(STORAGE_OPTIONS):
         names = ", ".join(sorted(unknown))
         raise ValueError(f"storage_options has {names}, which is unknown. Known are {', '.join(STORAGE_OPTIONS)}")

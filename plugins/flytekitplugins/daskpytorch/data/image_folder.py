@@ -34,10 +34,7 @@ END_OF_JPEG = b"\xff\xd9"
 JPEG_MODES = ("RGB", "L")
 """PIL's modes of JPEGs that torchcodec and torchvision decode to the same pixels as PIL."""
 MAX_PIXELS = 2**30 // 12
-"""89 million pixels, which PIL opens without a warning.
-
-A decoded picture of that size takes a quarter of a gigabyte of memory, and its decoding several times as much.
-"""
+"""89 million pixels, which PIL opens without a warning. Their decoding takes a gigabyte of memory."""
 
 
 class BrokenImageError(ValueError):
@@ -103,11 +100,10 @@ def _torchvisions() -> Callable[[Tensor], Tensor]:
 
 
 def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Image | Tensor:
-    """Decode a picture's file, and return the picture in RGB, rotated as its EXIF data say.
+    """Return the picture of a file in RGB, rotated as its EXIF data say. A tensor is uint8 of (3, height, width).
 
-    A tensor is uint8 of (3, height, width). With `min_side`, JPEGs are decoded at the smallest of full, half, quarter
-    and eighth size whose shorter side has that many pixels. Only PIL can shrink, so PIL decodes these JPEGs. Raises
-    `BrokenImageError` if the file is empty, cut short or no picture, and `ImageTooLargeError` above `max_pixels`.
+    With `min_side`, PIL decodes JPEGs at the smallest of full, half, quarter and eighth size that suits. Raises
+    `BrokenImageError` and `ImageTooLargeError`.
     """
     from PIL import Image, ImageOps
 
@@ -174,7 +170,6 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
-"""These concern a single picture, and `on_error` says how they are handled."""
 MAX_LOADER_WORKERS = 1024
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
@@ -188,7 +183,6 @@ RULES = {
     "num_retries": checks.whole(0),
 }
 NUM_DECODERS = 2
-"""Decoding threads per process. On two cores, a batch takes 10 % less time than with as many as reading threads."""
 
 
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
@@ -413,7 +407,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             return error
 
     def _judged(self, index: int, outcome: Picture | Exception) -> Picture | None:
-        """Return a decoded picture, or for an error the replacement of `on_error`, or None to skip."""
         if not isinstance(outcome, Exception):
             return outcome
         if self._on_error == "raise":
@@ -444,7 +437,6 @@ class _Threads:
     decoders: ThreadPoolExecutor
     """Two threads. More would compete for cores with the reading threads."""
     ahead: dict[int, Future[bytes]] = field(default_factory=dict)
-    """By the picture's index."""
 
 
 class _Source:
@@ -458,7 +450,6 @@ class _Source:
 
     @property
     def here(self) -> _Threads:
-        """This process's client and threads, made at the first access."""
         if (pid := os.getpid()) not in self._by_process:
             self._by_process[pid] = _Threads(
                 Bucket(self._name, self._access),
@@ -487,7 +478,6 @@ class _Source:
 
 
 def _counters() -> Tensor:
-    """Return counters in shared memory, one for this process and one for each DataLoader worker."""
     counters = torch.zeros(1 + MAX_LOADER_WORKERS, dtype=torch.int64)
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters

@@ -31,7 +31,6 @@ OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
 LOW_WATER = 0.9
 """Share of the maximum size, from 0 to 1, to which a full cache is reduced, oldest files first."""
 SHARE_BETWEEN_LOOKS = 0.03
-"""Share of the maximum size, from 0 to 1, that a process writes between two checks of the cache's size."""
 DIGEST_SIZE = 16
 """Bytes of the checksum at the end of each file. A file that a crash has cut short lacks it."""
 
@@ -50,11 +49,6 @@ class ImageIndex:
 
     @classmethod
     def of(cls, listing: Iterable[Listed], bucket: str, prefix: str, *, nested: bool) -> ImageIndex:
-        """Return the index of the pictures in a listing. Other objects are left out.
-
-        Raises `FileNotFoundError` without pictures, and `ValueError` for subfolders of a class's folder if `nested` is
-        False.
-        """
         folder = prefix.strip("/") + "/" if prefix.strip("/") else ""
         files: list[Listed] = []
         others: Counter[str] = Counter()
@@ -85,7 +79,6 @@ class ImageIndex:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ImageIndex:
-        """Read a file of `save`. Raises `ValueError` for any other file."""
         try:
             content = json.loads(Path(path).read_text())
             return cls(**{**content, "files": [Listed(*file) for file in content["files"]]})
@@ -150,7 +143,6 @@ class ImageCache:
         make_private(self._folder)
 
     def get(self, bucket: str, listed: Listed) -> bytes | None:
-        """Return an object's bytes. None: the cache lacks the object, or its file is damaged."""
         path = self._path(bucket, listed)
         try:
             content = path.read_bytes()
@@ -161,7 +153,6 @@ class ImageCache:
         return body if len(body) == listed.size and _digest(body) == content[-DIGEST_SIZE:] else None
 
     def put(self, bucket: str, listed: Listed, body: bytes) -> None:
-        """Write an object to the cache. If the disk is full, log a line instead of raising an error."""
         path = self._path(bucket, listed)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -183,8 +183,7 @@ def _check_cluster(client: Client, futures: Sequence[Future]) -> None:
 def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
     """Divide partitions among ranks. A rank gets those of its worker, up to `TOLERANCE` times the average bytes.
 
-    `held` has for each rank its worker's partitions: bytes by partition number. The shares are ascending, and a share
-    is empty only if ranks outnumber partitions.
+    `held` has for each rank its worker's partitions: bytes by partition number.
     """
     sizes = _sizes(num_partitions, held)
     most = TOLERANCE * sum(sizes) / len(held)
@@ -210,7 +209,6 @@ def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[li
 
 
 def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return each partition's size in bytes, at least 1. Partitions that no rank's worker has get the average size."""
     known: dict[int, int] = {}
     for has in held:
         for partition, size in has.items():

@@ -102,10 +102,7 @@ def split_by_class(
 
 
 def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
-    """Decide which contents of one class are held out, and note the decisions in `is_held_out`.
-
-    `equal_items` has indices by content: items of equal content stay together. Decisions for earlier classes stand.
-    """
+    """Note in `is_held_out` which contents of one class are held out. Items of equal content stay together."""
     wanted = round(held_out * sum(map(len, equal_items.values())))
     wanted -= sum(len(indices) for content, indices in equal_items.items() if is_held_out.get(content))
     # Hashes in place of random numbers: items that are added to a class later move few others to the other side.
@@ -412,11 +409,8 @@ class RankLoader:
 
 
 class _BatchesOfRank(RankBatches):
-    """Batches of one rank, none of them empty: an empty batch is replaced by an item of another rank."""
-
     _owner = "RankLoader"
     numbers: Sequence[int] | None = None
-    """Indices in the dataset below `Subset`s, which the batches have instead of the `Subset`'s."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for step, share in zip(self.steps, super().__iter__(), strict=True):
@@ -505,7 +499,6 @@ class _Batch(list[int]):
 
 
 def ahead_of(batch: Iterable[int]) -> Sequence[int]:
-    """Return the indices of the batch that this process loads after `batch`. Empty if they are not known."""
     return batch.ahead if isinstance(batch, _Batch) else ()
 
 

@@ -45,14 +45,9 @@ NOTHING_LOGGED = (
     "drawn here."
 )
 PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "preparing", "starting")
-"""Fields of `Goodput`, in the order of the Deck's bar."""
 
 
 def html(run: RunState, places: Mapping[str, str] | None = None) -> str:
-    """Return a run's Deck at the time of the call. Any thread may call it.
-
-    `places` are addresses by description, such as those of outputs and tracker runs.
-    """
     return report.page(*_pieces_of(run.copy(), places or {}))
 
 
@@ -92,7 +87,6 @@ def _how_it_goes(run: RunState) -> Iterable[str]:
 
 
 def figures(run: RunState) -> dict[str, object]:
-    """Return the key figures of a run. A figure is a value, or a value and a remark."""
     figures: dict[str, object] = {}
     record = run.record
     if run.metrics.epoch is not None:
@@ -286,7 +280,6 @@ SHARE = 0.02
 """Share of time, from 0 to 1, that writing and uploading may take. A slow page is written less often."""
 MAX_INTERVAL = 60.0
 MAX_WAIT = 30.0
-"""Seconds for an upload in progress when the training ends."""
 
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
@@ -302,9 +295,8 @@ def kept_up_to_date(
 ) -> Iterator[None]:
     """During the block, show and publish a training's page in a thread whenever it has changed.
 
-    After the block, show the final page, which the caller publishes. An exception of the block ends the run. `show`
-    replaces the page's HTML by its argument, and `publish` writes or uploads the page. `at_once` also publishes the
-    page before the training begins.
+    Afterwards show the final page, which the caller publishes. `at_once` also publishes the page before the training
+    begins.
     """
     is_over, has_failed = threading.Event(), threading.Event()
 

@@ -40,7 +40,6 @@ class _Kind:
     num_seen: int = 0
     num_written: int = 0
     left_out: journal.Event | None = None
-    """Newest event, if it is not written yet."""
 
     def takes(self, event: journal.Event) -> bool:
         is_written = self.num_seen % self.stride == 0
@@ -60,13 +59,11 @@ class Journal(Observer):
     """
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
-        """The file is opened at the first event. `name` is by default the training's id and `.jsonl`."""
         self._folder, self._name = folder, name
         self._file: IO[str] | None = None
         self._kinds: dict[Hashable, _Kind] = {}
 
     def on_event(self, event: journal.Event) -> None:
-        """Write an event, or leave it out. Raises `OSError` if the file cannot be written."""
         if isinstance(event, journal.Began):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = (self._folder / (self._name or f"{event.training.id}.jsonl")).open("a", encoding="utf-8")
@@ -107,7 +104,6 @@ def _key_of(event: journal.Event) -> tuple[Hashable, ...] | None:
 
 
 def journal_in(folder: Path | None) -> list[Journal]:
-    """Return the gang's journal: in the user's folder, else in this one."""
     asked = os.environ.get(VARIABLE)
     if asked is not None:
         return [Journal(Path(asked).expanduser().absolute())] if asked else []

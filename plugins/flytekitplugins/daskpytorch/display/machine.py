@@ -22,9 +22,8 @@ def progress(
 ) -> "ProgressDisplay | MachineLog":
     """Return the observer that shows a gang: JSON objects if `DASKPYTORCH_LOG=json`, else lines for people.
 
-    Gangs that train at the same time share one board. Lines of the second gang and of later ones begin with the key, by
-    default the name without its module. Errors of the classes `unsaid` have no line of their own. By default none has
-    one, since a task raises its error.
+    Gangs that train at the same time share one board. Errors of the classes `unsaid` have no line of their own, by
+    default none, since a task raises its error.
     """
     if streams.is_for_machines():
         return MachineLog(name)
@@ -40,7 +39,6 @@ def progress(
 
 
 def echo() -> View:
-    """Return the observer that shows a gang of `dispatch.run` in a task: JSON objects, or notices and output only."""
     return MachineLog() if streams.is_for_machines() else Display(Board(is_quiet=True))
 
 

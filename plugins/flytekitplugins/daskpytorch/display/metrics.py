@@ -15,7 +15,6 @@ from flytekitplugins.daskpytorch.report.chart import MAX_VALUE, Point, Points
 HELD_OUT = re.compile(
     r"^(held_?out|val|valid|validation|eval|evaluation|test|dev)[_/.-]|[_/.-](held_?out|val|valid|test|eval)$"
 )
-"""Metrics of held-out data, which the model does not learn from."""
 TRAINING = re.compile(r"^(train|training)[_/.-]|[_/.-](train|training)$")
 KIND = re.compile(r"_(step|epoch)$")
 """Suffixes that Lightning adds."""
@@ -30,16 +29,13 @@ class Chart:
     by_step: Mapping[str, Points]
     by_epoch: Mapping[str, Points]
     best: Mapping[str, Literal["min", "max"]]
-    """Metrics whose best value is marked. Only held-out ones, if the chart has any."""
 
 
 @dataclass
 class Metrics:
     is_crowded: bool = False
-    """True if rank 0 has logged more metrics than a Deck draws."""
     epoch: float | None = None
     _step: float = -math.inf
-    """Newest step in the curves over steps."""
     _steps: dict[str, Curve] = field(default_factory=dict)
     """Over steps, without metrics of held-out data, such as `val_loss`.
 
@@ -95,7 +91,6 @@ class Metrics:
         return max(((x, epoch) for x, epoch in self._epoch_at.points if x <= step), default=(0.0, None))[1]
 
     def charts(self) -> Iterable[Chart]:
-        """Yield the charts: first the loss, then metrics known to be better when low or high, then all others."""
         groups: dict[str, list[str]] = defaultdict(list)
         for name in dict.fromkeys((*self._steps, *self._sums)):
             groups[base_of(name)].append(name)

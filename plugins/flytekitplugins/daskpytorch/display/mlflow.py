@@ -73,8 +73,8 @@ def _is_of_texts(value: object) -> bool:
 
 
 class _Run(Run):
-    # Not MLflow's own asynchronous logging (3.17): ten threads send batches in any order, and a batch whose request has
-    # failed is only logged as an error. Here, requests keep their order and wait for a server that is away.
+    # Not MLflow's own asynchronous logging (3.17): ten threads send batches in any order, and a failed request is only
+    # logged.
     label = "MLflow"
 
     def __init__(self, asked: MLflow) -> None:
@@ -82,9 +82,7 @@ class _Run(Run):
         self._logged: dict[str, int] = {}
         self._metrics: list[Any] = []
         self._tags: dict[str, str] = {}
-        """For the next request, as the metrics above."""
         self._parent: str | None = None
-        """Run that contains the runs of all models of a `dispatch.map`. None for a single gang."""
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
         from mlflow import MlflowClient
@@ -150,7 +148,6 @@ class _Run(Run):
             self._call(self._client.set_terminated, self._parent, "FINISHED")
 
     def _begin(self, training: Training, files: str | None) -> None:
-        """Find or create the training's run. A retry finds the run that a failed call has created."""
         experiment = _experiment(self._client, self._asked.experiment, files)
         tags = {**self._asked.tags, SOURCE_TAG: training.name}
         if training.link is not None:
@@ -184,10 +181,6 @@ _one_at_a_time: dict[str, threading.Lock] = {}
 
 
 def _store(uri: str | os.PathLike[str] | None) -> tuple[str | None, str | None]:
-    """Return the tracking address for MLflow, and the place of files. None: MLflow's own.
-
-    MLflow no longer accepts a folder as address, so the runs go to a database in the folder.
-    """
     if uri is None or (not isinstance(uri, os.PathLike) and ("://" in uri or uri == "databricks")):
         return uri, None
     folder = Path(uri).absolute()
@@ -216,6 +209,5 @@ def _found(client: Any, experiment: str, id_: str, name: str, tags: Mapping[str,
 
 
 def _key(name: str) -> str:
-    """Replace characters that MLflow refuses by underscores."""
     parts = re.sub(r"[^\w.\- /]", "_", name)[:MAX_NAME].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)

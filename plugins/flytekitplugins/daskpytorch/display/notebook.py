@@ -15,7 +15,6 @@ MAX_CELL = 60
 REFRESH = 0.5
 """Seconds between two updates."""
 UPDATE_TIMEOUT = 5.0
-"""Seconds for the table's last update."""
 
 
 def is_notebook() -> bool:
@@ -56,11 +55,6 @@ class LiveTable:
         self._handle = display(HTML(self._shown), display_id=True)
 
     def follow(self, has_ended: Callable[[float], bool]) -> threading.Thread:
-        """Update the HTML in a thread, which this returns, until the training has ended.
-
-        `has_ended` waits up to the given seconds for the training's end, and returns True at the end.
-        """
-
         def follow() -> None:
             is_over = False
             while not is_over:

@@ -36,19 +36,14 @@ class Figure:
     name: str
     help: str
     value: Callable[[RunState], float | Values | None]
-    """Returns the figure, or the figures by their own label. None: unknown."""
     _: KW_ONLY
     unit: str = ""
     """UCUM code. Exporters to Prometheus name every gauge of unit "1" a ratio."""
     label: str | None = None
-    """Attribute in addition to `training` and `model`."""
     is_counter: bool = False
-    """True if the figure counts events from the gang's start."""
 
 
 def _of_ranks(value: Callable[[RankUsage], float | None]) -> Callable[[RunState], Values]:
-    """Return a function that returns a running gang's values of the first ranks, by rank."""
-
     def values(run: RunState) -> Values:
         usages = list(run.usages.values()) if run.end is None else []
         return {str(usage.rank): value(usage) for usage in usages if usage.rank < MAX_RANKS}
@@ -155,7 +150,6 @@ class GangFigures(View):
 
 
 _gangs: list[GangFigures] = []
-"""Exported, oldest first."""
 _providers: list[Any] = []
 """Providers that have the instruments, which cannot be removed, so gangs share them."""
 _lock = threading.Lock()

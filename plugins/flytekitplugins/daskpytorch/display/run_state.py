@@ -29,10 +29,8 @@ from flytekitplugins.daskpytorch.report.chart import Points
 MAX_RECORDS = 100_000
 """About 46 MB of the driver's memory. Beyond, the oldest are removed."""
 MAX_EVENTS = 2_000
-"""Each further event replaces one in the middle."""
 MAX_SPANS = 400
 MAX_SPOILT = 20
-"""Metrics whose first NaN or infinity is an event."""
 MAX_DRAWINGS = 8
 MAX_PICTURES = 500_000
 """Bytes of a Deck's pictures together. Others are in trackers alone."""
@@ -45,7 +43,6 @@ STEPS = "optimizer steps per second"
 WORKERS, RANKS, TRAINING, IDLE = "waiting for workers", "ranks start", "training", "idle"
 NO_END = "no end recorded"
 TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad"}
-"""By the word of a run's end. Other ends: warn."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,6 @@ class Phase:
 
 @dataclass
 class Values:
-    """Newest value of each metric of rank 0, with its step."""
-
     record: LogRecord | None = None
     steps: dict[str, int] = field(default_factory=dict)
 
@@ -66,7 +61,6 @@ class Values:
         return {} if self.record is None else self.record.numbers
 
     def add(self, record: LogRecord) -> None:
-        """Add a record. Of too many metrics, only the newest record's are kept."""
         values, steps = dict(record.metrics), dict.fromkeys(record.metrics, record.step)
         if self.record is not None and len(self.record.metrics.keys() | values.keys()) <= MAX_VALUES:
             values, steps = {**self.record.metrics, **values}, {**self.steps, **steps}
@@ -78,27 +72,22 @@ class History:
     def __init__(self, began_at: float) -> None:
         self.events: list[PageEvent] = []
         self.phase: Phase | None = Phase(WORKERS, "idle")
-        """None after the end."""
         self._since = began_at
         self._spans: list[Span] = []
         self._in_a_row: tuple[int, int] | None = None
-        """Checkpoints that the newest event stands for: step of the first one, and their number."""
 
     def spans(self, now: float) -> list[Span]:
-        """Return all past phases and the present one, which lasts until `now`."""
         if self.phase is None:
             return self._spans
         until = max(self._since, now)
         return [*self._spans, Span(start=self._since, end=until, text=self.phase.word, tone=self.phase.tone)]
 
     def tell(self, event: journal.Event, text: str, tone: Tone = "idle") -> None:
-        """Add an event of the page whose heading is the first line of the text."""
         heading, _, detail = text.strip().partition("\n")
         self._append(event, heading, detail.rstrip(), tone)
         self._in_a_row = None
 
     def tell_checkpoint(self, event: journal.Checkpointed) -> None:
-        """Add a checkpoint. Consecutive checkpoints are one event of the page."""
         first, number = self._in_a_row or (event.step, 0)
         if number:
             self.events.pop()
@@ -112,7 +101,6 @@ class History:
             del self.events[MAX_EVENTS // 2]
 
     def enter(self, event: journal.Event, phase: Phase | None) -> None:
-        """End the present phase, and begin another. None: the run has ended."""
         self._spans = [*self.spans(event.time)][-MAX_SPANS:]
         self._since, self.phase = event.time, phase
 
@@ -135,17 +123,11 @@ class RunState(Observer):
     training: journal.Training | None = None
     shape: Shape | None = None
     attempt: int | None = None
-    """From 0. None before the first start."""
     resumed_step: int | None = None
-    """Step of the earlier run's checkpoint that the gang went on from."""
     formed_at: float | None = None
-    """When the ranks have met for the first time, in seconds since the epoch."""
     forming: float | None = None
-    """Seconds of the newest start until all ranks had met."""
     call: str | None = None
-    """Function that a gang that stays calls now. None between calls, and in other gangs."""
     called_at: float = 0.0
-    """When the newest call of a gang that stays began, in seconds since the epoch."""
     records: list[LogRecord] = field(default_factory=list)
     """Newest 100,000 log records of rank 0, with numbers and strings."""
     newest: dict[str, Any] = field(default_factory=dict)
@@ -153,27 +135,20 @@ class RunState(Observer):
     record: LogRecord | None = None
     """Newest log record of rank 0, without evaluations."""
     rate: Pace = field(default_factory=Pace)
-    """Steps per second of rank 0, from its newest log records."""
     metrics: Metrics = field(default_factory=Metrics)
     drawings: dict[str, tuple[int, Histogram | Picture]] = field(default_factory=dict)
-    """By the name that rank 0 has logged, with the step."""
     usages: dict[int, RankUsage] = field(default_factory=dict)
-    """Newest report of each rank in the current attempt."""
     speeds: dict[int, Pace] = field(default_factory=dict)
     """Optimizer steps in the current attempt, by rank. The time before a rank's first batch is left out."""
     goodput: Goodput | None = None
     checkpoints: Sequence[SavedCheckpoint] = ()
     num_checkpoints: int = 0
     checkpoint: tuple[int, float] | None = None
-    """Step of the newest safe checkpoint, and the time from which its age counts."""
     restarts: list[tuple[int, str]] = field(default_factory=list)
-    """Step (0: from the beginning) and reason of each restart."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Restarts after a failure, by `GangError.kind`."""
     hints: list[str] = field(default_factory=list)
     end: End | None = None
     num_changes: int = 0
-    """Events that have changed the state. Times such as durations change without events."""
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -189,7 +164,6 @@ class RunState(Observer):
         return {**vars(self), "lock": None, "records": [], "before": (), "clock": now}
 
     def copy(self) -> "RunState":
-        """Return a copy without the log records, which stays as it is."""
         with self.lock:  # held as briefly as possible, since the gang's thread waits
             copied = pickle.dumps(self)
         state: RunState = pickle.loads(copied)  # noqa: S301 - our own, of a moment ago
@@ -208,7 +182,6 @@ class RunState(Observer):
 
     @property
     def seconds(self) -> float:
-        """Since the request for the gang, until the run's end."""
         return self.now - self.began_at
 
     @property
@@ -221,12 +194,10 @@ class RunState(Observer):
 
     @property
     def memory(self) -> int:
-        """Bytes of main and GPU memory of all ranks together."""
         return sum(usage.memory + (usage.gpu_memory or 0) for usage in list(self.usages.values()))
 
     @property
     def usage_charts(self) -> dict[str, dict[str, Points]]:
-        """Curves of the first ranks' usage over seconds since the request for the gang, by chart and by rank."""
         charts = {what: self._lines[what] for what in (STEPS, *LABELS.values()) if what in self._lines}
         return {what: {name: lines[name].points for name in sorted(lines)} for what, lines in charts.items()}
 
@@ -395,7 +366,6 @@ class RunState(Observer):
         self.history.enter(event, None)
 
     def conclude(self, error: BaseException | None) -> None:
-        """Note the end of the gang's task, whose error may come after the gang's end, such as a failed upload."""
         self.on_event(journal.Ended(time=self.clock(), end=End.of(error), error=error))
 
     def note_silence(self) -> None:
@@ -420,8 +390,6 @@ def _size_of(drawn: tuple[int, Histogram | Picture]) -> int:
 
 
 class View(Observer):
-    """Base of this package's observers that read the gang's state, which each event has changed before they get it."""
-
     state: RunState
     """Set by `watched`."""
 

@@ -20,9 +20,7 @@ from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 UPLOAD_INTERVAL = 15.0
-"""Seconds."""
 UPLOAD_SHARE = 10
-"""Minimum pause between two uploads, as a multiple of the last one's duration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,6 @@ class TensorBoard:
         checks.Problems("TensorBoard", self, {"folder": _folder, "name": checks.optional(checks.KEY)}).raise_any()
 
     def __call__(self) -> Tracker:
-        """Return a new observer that writes the event files of one gang."""
         return Tracker(_EventFiles(self, current_execution()))
 
 

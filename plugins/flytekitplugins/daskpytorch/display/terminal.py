@@ -27,26 +27,18 @@ MAX_LINE = 2_000
 LARGE_RATE = 10.0
 """Steps per second from which on a rate is a whole number."""
 MAX_LEFT = 1e9
-"""Seconds of remaining time that are shown."""
 
 
 @dataclass
 class News:
-    """Decides which records get a permanent line: one in each epoch, and one for each additional metric."""
-
     _epoch: int | None = None
     _known: set[str] = field(default_factory=set)
     _expected: set[str] = field(default_factory=set)
-    """Metrics of the epoch before. With the last of them, an epoch is complete."""
     _seen: set[str] = field(default_factory=set)
     _is_told: bool = False
     _newest: set[str] = field(default_factory=set)
 
     def take(self, record: LogRecord, *, is_due: bool) -> bool:
-        """Note a record, and return True if it is news.
-
-        Without epochs, a record with other metrics than the one before is news if a line is due.
-        """
         names = set(record.metrics)
         is_late = is_new = False
         if record.epoch not in (None, self._epoch):
@@ -87,7 +79,6 @@ def describe_record(
 
 
 def pace_in_words(record: LogRecord, speed: float | None) -> str:
-    """Return steps per second and remaining time. Empty if the speed is unknown, and after the last step."""
     if not speed or (record.num_steps is not None and num_done(record) >= record.num_steps):
         return ""
     rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
@@ -96,7 +87,6 @@ def pace_in_words(record: LogRecord, speed: float | None) -> str:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return an error, or the `GangError` that caused it and names the failed rank, in one line."""
     cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
     kind = "" if isinstance(cause, GangError) else f"{type(cause).__name__}: "
     return kind + one_line(str(cause).partition("\n")[0], MAX_LINE)
@@ -105,14 +95,12 @@ def in_a_line(error: Exception) -> str:
 PLAIN_INTERVAL = 10.0
 """Seconds between two lines with metrics outside a terminal. A new epoch or additional metric is shown at once."""
 LIVE = ("epoch", "loss", "samples_per_second")
-"""Metrics in a wide terminal's live line. A narrow terminal shows the loss alone."""
 MAX_HELD = 10_000
 """Lines that wait while a rank's debugger has the terminal, or until the end of a cell with `%%ranks`.
 
 Older lines are dropped.
 """
 WIDE = 100
-"""Columns from which on live lines have a progress bar, several metrics and the elapsed time."""
 
 MIN_CALL = 1.0
 """Seconds that a call which has logged nothing must take for a line at its end."""
@@ -129,7 +117,7 @@ class Board:
     """
 
     def __init__(self, console: Console | None = None, *, is_quiet: bool = False, is_plain: bool = False) -> None:
-        """`is_quiet` shows no metrics, because the user has not asked for them, or a notebook's table has them.
+        """`is_quiet` shows no metrics: the user has not asked for them, or a notebook's table has them.
 
         `is_plain` shows no live lines, which a debugger's prompt would collide with. A notebook gets plain lines.
         """
@@ -142,7 +130,6 @@ class Board:
         is_wide = self._console.width >= WIDE
         self._shown = LIVE if is_wide else ("loss",)
         self._held: deque[tuple[str, bool]] | None = None
-        """Lines that wait until a rank's debugger leaves the terminal. None without a debugger."""
         self._lock = threading.RLock()
         short = Column(no_wrap=True, max_width=self._console.width // 3)  # else a long name takes the loss's place
         name = TextColumn("{task.fields[name]}", style="bold", markup=False, table_column=short)
@@ -154,7 +141,6 @@ class Board:
             weakref.finalize(self, self.bars.stop)
 
     def add(self, name: str, began_at: float) -> TaskID | None:
-        """Return None if the board has no live lines. `began_at` is by `time.monotonic`."""
         if not self.is_live:
             return None
         with self._lock:
@@ -178,10 +164,6 @@ class Board:
                 self.bars.stop()
 
     def print(self, text: str, *, is_output: bool = False) -> None:
-        """Write a permanent line, at once or after a rank's debugger has left the terminal.
-
-        A rank's output may have a stream of its own.
-        """
         with self._lock:
             if self._held is not None:
                 self._held.append((text, is_output))
@@ -203,7 +185,6 @@ class Board:
         return "\n".join(fill.fill(line) for line in text.splitlines())
 
     def hold(self, *, is_held: bool) -> None:
-        """Hide live lines and hold back all others if `is_held`, else write the held lines and go on."""
         with self._lock:
             held, self._held = self._held or (), deque(maxlen=MAX_HELD) if is_held else None
             for text, is_output in held:
@@ -215,22 +196,14 @@ class Board:
 
 
 class Display(View):
-    """Shows one gang on a board: notices, ranks' output, the error, and rank 0's metrics."""
-
     _has_row = True
-    """True if a notebook's table of all models has the account of the gang's time."""
 
     def __init__(self, board: Board, name: str = "", mark: str = "") -> None:
-        """`name` is by default that of the gang's function.
-
-        `mark`, such as `model 3, `, begins notices and output lines.
-        """
         self.state = RunState()
         self._board = board
         self._name = name
         self._mark = mark
         self._line: TaskID | None = None
-        """None without a terminal, and before all ranks have joined the process group."""
         self._is_debugging = False
         self._shown_at = 0.0
         self._news, self._row = News(), Values()
@@ -267,7 +240,6 @@ class Display(View):
             self._line = self._board.add(self._title, time.monotonic() - begun)
 
     def _hold(self, rank: int | None) -> None:
-        """Hold all lines back while the debugger of `rank` has the terminal. None: write the held lines."""
         if self._is_debugging != (rank is not None):
             self._is_debugging = rank is not None
             self._board.hold(is_held=self._is_debugging)
@@ -317,8 +289,6 @@ class Display(View):
 
 
 class ProgressDisplay(Display):
-    """Shows the gang of a task or of `dispatch.run` on a board, including its start and its outcome."""
-
     _has_row = False
 
     def __init__(
@@ -367,13 +337,11 @@ class ProgressDisplay(Display):
             self._board.rename(self._line, self._title, f"idle, its ranks hold {held:.1f} GiB" if held else "idle")
 
     def _conclude(self, error: Exception | None) -> None:
-        """Remove the gang's live line, and write lines that waited for a debugger. `conclude` writes the outcome."""
         self._close_line()
         if not isinstance(error, self._unsaid):
             self._tell_error(error)
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        """Write the task's outcome, duration and last metrics, then addresses, and the account of the gang's time."""
         self.is_over = True
         values = "" if self.state.stays else describe_values(self.state.values)
         text = f"{how} after {duration(self.state.clock() - self.state.began_at)}{values and f', {values}'}"

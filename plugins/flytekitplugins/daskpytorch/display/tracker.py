@@ -1,7 +1,6 @@
-"""Observer that feeds a tracker's run, and its thread: a slow tracker never delays the training. Runs in the driver.
+"""Observer that feeds a tracker's run, and its thread: a slow tracker never delays the training.
 
-The driver outlives all ranks and attempts, and knows each restart's step and the outcome. No worker needs to reach the
-tracker's server.
+Runs in the driver, which outlives all ranks. No worker needs to reach the tracker's server.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 Job = Callable[[], object]
 MAX_WAITING = 10_000
-"""Queued records. Further ones are dropped, with a notice."""
 INTERVAL = 2.0
 """Seconds between two flushes."""
 STALL = 10.0
@@ -61,12 +59,9 @@ def public(uri: str) -> str:
 
 State = Literal["finished", "failed", "killed"]
 STATES: Mapping[str, State] = {"done": "finished", "stopped early": "finished", "failed": "failed"}
-"""By the word of the gang's end. Other ends: killed."""
 
 CLOSE_TIMEOUT = 60.0
-"""Seconds for sending queued records at the gang's end."""
 PREEMPTED_TIMEOUT = 3.0
-"""The same after a preemption."""
 
 
 class Run:
@@ -108,17 +103,11 @@ class Run:
 
 
 class Tracker(View):
-    """Records a gang's events in a tracker's run. Only the gang's end waits for the tracker.
-
-    A thread calls the run's methods in order. No error of the tracker reaches the training.
-    """
-
     def __init__(self, run: Run) -> None:
         self.state = RunState()
         self._run = run
         self._worker = Worker(RETRY_AFTER, run.label)
         self._is_open = False
-        """True from the gang's start to its end. False after a failure of the run's `open`."""
         self._flushed_at = 0.0
         self._num_dropped = 0
         self._said: set[str] = set()
@@ -147,12 +136,10 @@ class Tracker(View):
                 self._end(event)
 
     def _add(self, metrics: Mapping[str, float]) -> None:
-        """Queue the plugin's own metrics under the newest step, if rank 0 has logged a step."""
         if (newest := self.state.record) is not None:
             self._offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
 
     def _offer(self, job: Job) -> None:
-        """Queue a job that writes a record, and a flush if one is due. Drop the job if the queue is full."""
         if not self._is_open:
             return
         if len(self._worker.jobs()) >= MAX_WAITING:
@@ -167,7 +154,6 @@ class Tracker(View):
         self._worker.submit(job, self._gives_up)
 
     def _end(self, event: journal.Ended) -> None:
-        """Close the run. Wait until all records are sent, the tracker cannot be reached, or the timeout is over."""
         if (goodput := self.state.goodput) is not None:
             account = {"share": goodput.share, **goodput.as_dict()}
             self._add({f"goodput/{name}": value for name, value in account.items()})

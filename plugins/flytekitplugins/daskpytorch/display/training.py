@@ -33,7 +33,6 @@ LABELS = {
 WINDOW = 10.0
 """Seconds over which `Pace` averages. Longer if two reports are further apart."""
 MIN_DISTANCE = WINDOW / 100
-"""Seconds between two reports that `Pace` keeps."""
 
 
 def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Training:
@@ -44,7 +43,6 @@ def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Trai
 def of_call(
     function: Callable[..., Any], key: str, execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Training:
-    """The id contains `key`, which distinguishes several calls in one task."""
     if isinstance(function, Script):
         inputs = {"arguments": shlex.join(function.args)}
     else:
@@ -58,7 +56,6 @@ def of_model(function: Callable[..., Any], group: str, index: int, experiment: A
 
 
 def group_of(key: str, execution: Execution) -> str:
-    """Return the name that the tracker runs of one `dispatch.map` share. `key` is the start of all models' keys."""
     return _id(key, run_id(execution.name, ""))
 
 
@@ -87,7 +84,6 @@ def run_id(execution: str | None, task: str) -> str:
 
 
 def fields_of(value: Any) -> Mapping[Any, Any] | None:
-    """Return the fields of a mapping, dataclass, named tuple or Pydantic model. None for any other type."""
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -103,7 +99,6 @@ def inputs_of(experiment: Any) -> dict[str, Any]:
 
 
 def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    """Return a nested dictionary as a flat one, with the outer names before each inner name, joined by `separator`."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         inner = flat(value, separator) if isinstance(value, Mapping) else None
@@ -123,7 +118,6 @@ def run_config(training: Training, shape: Shape) -> dict[str, Any]:
 
 
 def size_of(shape: Shape) -> str:
-    """Return a gang's size as text, such as `4 ranks on 2 workers, 2 hosts`. One worker or host is not mentioned."""
     num_hosts = len({node.host for node in shape.nodes})
     parts = [count(len(shape.nodes), "worker")] if len(shape.nodes) > 1 else []
     parts += [count(num_hosts, "host")] if num_hosts > 1 else []
@@ -154,7 +148,6 @@ def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def amounts(usage: RankUsage) -> dict[str, float]:
-    """Return a rank's usage by the names in `LABELS`, without unknown GPU usage."""
     found = {"cpu_cores": usage.cpu, "memory_gib": usage.memory / GIB}
     if usage.gpu_memory is not None:
         found["gpu_memory_gib"] = usage.gpu_memory / GIB
@@ -171,10 +164,6 @@ class Pace:
         self._reports: deque[tuple[float, int]] = deque()
 
     def add(self, moment: float, num_steps: int) -> None:
-        """Add a report: a time (any clock, seconds) and the number of steps done by then.
-
-        A number below the last one, after a restart, clears all earlier reports.
-        """
         reports = self._reports
         if reports and num_steps < reports[-1][1]:
             reports.clear()
@@ -197,7 +186,6 @@ class Pace:
 
 
 def num_done(record: LogRecord) -> int:
-    """Return the steps completed when a record was logged. Without `num_steps`, the record's step."""
     return record.step if record.num_steps is None else min(record.step + 1, record.num_steps)
 
 

@@ -29,11 +29,7 @@ PLAIN = (dt.date, dt.time, dt.timedelta, decimal.Decimal, uuid.UUID, PurePath)
 
 
 def values_table(values: Mapping[str, Any], addresses: Mapping[str, str], ready: Mapping[str, str]) -> str:
-    """Return a table with a row for each value: name, type and short form.
-
-    Values under a secret's name are hidden at every depth. `addresses` are in storage. `ready` has HTML in place of
-    values.
-    """
+    """Values under a secret's name are hidden at every depth. `ready` has HTML in place of values."""
     rows = []
     for name, value in values.items():
         [shown] = without_secrets({name: value}).values()

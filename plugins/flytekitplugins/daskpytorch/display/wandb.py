@@ -1,7 +1,6 @@
 """Weights & Biases: one run per gang, fed in rank 0 by `wandb_run`. The driver decides its settings and key.
 
-The driver never imports wandb, so a session of the user stays unchanged. Rank 0 gets the variables and the API key that
-wandb has on the driver's machine.
+The driver never imports wandb, so a session of the user stays unchanged.
 """
 
 import configparser
@@ -56,10 +55,6 @@ class WandbObserver(View):
         return {LABEL: self.where} if self.where is not None else {}
 
     def for_rank(self) -> Callable[[], RankRun]:
-        """Return the function with which rank 0 opens the run.
-
-        Its configuration has the inputs, the gang's shape in the present attempt, and the user's values.
-        """
         training, shape = self.state.training, self.state.shape
         given = {} if training is None or shape is None else run_config(training, shape)
         wandb = dataclasses.replace(self._run.wandb, config={**given, **self._run.wandb.config})
@@ -67,10 +62,9 @@ class WandbObserver(View):
 
 
 def begin(wandb: Wandb, *, task: str, execution: str | None) -> RunSettings:
-    """Return the settings of a run: the user's values first, then wandb's variables, then the task's defaults.
+    """The user's values come first, then wandb's variables, then the task's defaults.
 
-    Without an execution the run's id is random. Raises `ValueError` if the Flyte secret with the API key does not
-    exist.
+    ValueError: the Flyte secret with the API key does not exist.
     """
     variables = _variables(wandb)
     if not variables.keys() & {KEY, MODE, TOKEN}:
@@ -122,7 +116,6 @@ def _login(server: str | None) -> dict[str, str]:
 
 
 def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> RunSettings:
-    """Return the settings that all runs of a sweep share, with a group. Raises `ValueError` for an id."""
     if wandb.id is not None:
         raise ValueError(
             f"Wandb(id={wandb.id!r}): must be left out for many models, since each has a run of its own; "
@@ -135,7 +128,6 @@ def sweep_settings(wandb: Wandb, *, function: str, execution: str | None) -> Run
 
 
 def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
-    """Return the settings of one model's run, whose id contains the model's key, the same in all attempts."""
     wandb = shared.wandb
     id_ = f"{str(wandb.id)[:MAX_ID_PART]}-{key[-MAX_ID_PART:]}"
     return dataclasses.replace(shared, wandb=dataclasses.replace(wandb, id=id_, name=f"{wandb.name}-{index}"))
@@ -144,8 +136,8 @@ def model_settings(shared: RunSettings, *, index: int, key: str) -> RunSettings:
 def console_link(wandb: Wandb) -> dict[str, str]:
     """Return the entries of the task's `config` for the link from Flyte's console to the run.
 
-    There is no link if Flyte's template cannot name the run: without an entity, or with the user's own id. Offline and
-    disabled runs have no page.
+    Empty if Flyte's template cannot name the run: without an entity, or with the user's own id. Offline and disabled
+    runs have no page.
     """
     if wandb.entity is None or wandb.id is not None or wandb.mode in KEYLESS:
         return {"link_type": NO_LINK}

@@ -38,15 +38,12 @@ INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
 """Seconds that rank 0's function waits until wandb is imported and the run is open."""
 CLOSE_TIMEOUT = 60.0
-"""Seconds for sending wandb's queue at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     wandb: Wandb
-    """With the run's id, name and whole configuration."""
     variables: Mapping[str, str] = field(repr=False)
-    """From the driver, such as the mode and the API key."""
 
 
 class RankRun(RankObserver):
@@ -58,10 +55,8 @@ class RankRun(RankObserver):
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._waiting: deque[LogRecord] = deque(maxlen=10_000)
-        """Records from before the run was open."""
         self._histograms: dict[str, Histogram] = {}
         self._has_lost = False
-        """True once the user knows that records or values are missing."""
         self._opening = in_thread(self._open, "daskpytorch-wandb")
 
     def on_begin(self) -> None:
@@ -104,7 +99,6 @@ class RankRun(RankObserver):
             run.summary["goodput"] = {"share": goodput.share, **goodput.as_dict()}
 
     def on_end(self, exit_code: int, stopped_early: str | None = None) -> None:
-        """Close the run. `stopped_early` is the reason of early stopping, for the run's summary."""
         try:
             in_thread(functools.partial(self._end, exit_code, stopped_early), "daskpytorch-wandb").result(CLOSE_TIMEOUT)
         except Exception as error:  # a TimeoutError, if the server does not answer

@@ -1,4 +1,4 @@
-"""Tracks the agents of one gang: launched, connected, lost and refused ones. Runs in the driver."""
+"""The agents of one gang: launched, connected, lost and refused ones. Runs in the driver."""
 
 import contextlib
 import functools
@@ -31,18 +31,15 @@ BUSY_SCHEDULER_TIMEOUT = 30.0
 GROWTH_SETTLE_TIME = 1.0
 """Seconds between a new worker's arrival and the restart that includes it, as more workers often follow."""
 Action = Callable[[], object]
-"""Records an event in the gang's thread."""
 
 
 @dataclass
 class Peer:
     node: Node
     meets_at: tuple[str, int]
-    """Host and port of the ranks' rendezvous, if rank 0 runs here."""
     connection: Connection
     """The receiving thread sets its `heard_at`, the time of the agent's last message."""
     joined_at: float
-    """Driver's clock, seconds."""
     _has_code: bool = False
 
     def start(self, job: Job, code: Code, places: list[Place]) -> None:
@@ -60,17 +57,12 @@ class Peer:
 class Agents:
     launcher: AgentLauncher
     num_ranks: int
-    """Ranks per worker."""
     order: AgentOrder
-    """`launch` adds the worker."""
     post: Callable[[Action], object]
-    """Queues a call for the gang's thread, from any thread."""
     num_least: int = 1
     peers: dict[str, Peer] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
-    """Workers with a connected agent that the cluster is removing."""
     expected: set[str] = field(default_factory=set)
-    """Workers whose launched agent has yet to connect."""
     lost: dict[str, Exception] = field(default_factory=dict)
     refused: dict[str, Exception] = field(default_factory=dict)
     """Workers whose agent failed, and that get no more agents."""
@@ -113,10 +105,7 @@ class Agents:
         return sorted(fit, key=lambda node: worker_order(node.worker))
 
     def best_nodes(self) -> list[Node]:
-        """Return the next attempt's nodes, without failed GPUs if the others suffice.
-
-        Nodes whose ranks need a failed GPU are chosen only if fewer than `num_least` others are connected.
-        """
+        """Return the next attempt's nodes: those whose ranks need a failed GPU only if the others do not suffice."""
         nodes, sound = self.nodes(), self.sound_workers()
         by_soundness = sorted(nodes, key=lambda node: node.worker not in sound)
         chosen = {node.worker for node in by_soundness[: min(self.num_wanted, max(self.num_least, len(sound)))]}
@@ -142,11 +131,9 @@ class Agents:
         return len(self.peers) - len(self.leaving)
 
     def find(self, connection: Connection) -> Peer | None:
-        """None: the agent is lost or was given up."""
         return self._by_connection.get(connection)
 
     def welcome(self, hello: Hello, connection: Connection) -> Peer | None:
-        """Record a connected agent. Return the same worker's earlier agent, whose ranks are lost, or None."""
         worker = hello.node.worker
         displaced = self.peers.get(worker)
         if displaced is not None:
@@ -182,7 +169,6 @@ class Agents:
         return peer
 
     def note_broken(self, worker: str, traceback: str) -> None:
-        """Record an agent's own failure. After `MAX_BROKEN` of them, the worker gets no more agents."""
         self._num_broken[worker] += 1
         if self._num_broken[worker] >= MAX_BROKEN:
             last_line = traceback.rstrip().rpartition("\n")[2]
@@ -281,7 +267,6 @@ class Agents:
         )
 
     def too_few_left(self, name: str, timeout: float, failures: Iterable[str]) -> WorkerLostError:
-        """`failures` has a line per earlier failure."""
         told = "\n".join(failures)
         return WorkerLostError(
             f"{self.num_nodes} of {self.num_wanted} workers are left of {name}, {self.num_least} are needed, "

@@ -25,14 +25,12 @@ class Answers(dict[int, Any]):
 
 @dataclass
 class Attempt:
-    """Events of one attempt's ranks. Times are seconds on the driver's clock, unless stated otherwise."""
+    """Times are seconds on the driver's clock, unless stated otherwise."""
 
     number: int
     places: dict[int, tuple[Place, Node]]
     carriers: Sequence[Peer] = ()
-    """Agents that carry the attempt's ranks, lost agents included."""
     has_observers: bool = False
-    """Rank 0 has observers, which need time to close."""
     is_program: bool = False
     """The ranks run a script or module: the exit code of a rank's process is its result."""
     ready: set[int] = field(default_factory=set)
@@ -47,9 +45,7 @@ class Attempt:
     hang: tuple[int, str] | None = None
     """The rank that holds up the gang, and the report."""
     has_progressed: bool = False
-    """True if the next attempt begins later than this one, as after a checkpoint."""
     has_stopped_early: bool = False
-    """True if a rank has returned after its `should_stop` had returned True."""
     stop_at: float | None = None
     """Time to stop all ranks: end of the search for a failure's cause, or of the wait for exits."""
     excused_at: float | None = None
@@ -58,12 +54,9 @@ class Attempt:
     began_at: float = field(init=False)
     """`start_timeout` counts from here. Delays that are no fault of the ranks move it on."""
     on_over: Callable[[int, Failure | None], object] = field(default=lambda *_: None, repr=False)
-    """Called with a rank and its failure, or with a rank that has ended or is at rest, and None."""
     explain: Callable[[RankExit], RankExit] = field(default=lambda exit_: exit_, repr=False)
-    """Adds to the root failure what is known of its reason."""
     _num_asked: int = 0
     _answers: weakref.WeakValueDictionary[int, Answers] = field(default_factory=weakref.WeakValueDictionary)
-    """Answers that somebody waits for, by number of the question."""
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
     """Exits without a result. After a function's result, its rank's exit counts as good."""
     _has_independent_failure: bool = False
@@ -96,7 +89,6 @@ class Attempt:
 
     @property
     def running(self) -> list[int]:
-        """Ranks whose function, or present call, has neither returned nor failed."""
         ended = self.results.keys() | self.exits.keys() | self.failures.keys() | self.at_rest
         return [rank for rank in self.places if rank not in ended]
 
@@ -106,7 +98,6 @@ class Attempt:
 
     @property
     def has_independent_failure(self) -> bool:
-        """True if a rank hung or failed, except by the loss of a peer."""
         return self.hang is not None or self._has_independent_failure
 
     @property
@@ -135,7 +126,6 @@ class Attempt:
             answers[rank] = answer.value
 
     def excuse(self) -> None:
-        """Restart the timeouts of ranks which something else has delayed, such as a debugger's prompt or a commit."""
         self.excused_at = self.clock()
         if not self.is_formed:
             self.began_at = self.excused_at
@@ -163,13 +153,11 @@ class Attempt:
         return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
 
     def have_answered(self, answers: Mapping[int, Any]) -> bool:
-        """True if every rank has an entry in `answers`, or has failed or exited."""
         if len(answers) + len(self.exits) + len(self.failures) < len(self.places):
             return False  # quick: a large gang calls this once for each answer
         return all(rank in answers or rank in self.exits or rank in self.failures for rank in self.places)
 
     def root_failure(self) -> RankExit:
-        """Return the exit that, as far as known, caused the others."""
         here = {
             rank: exit_
             for rank, exit_ in self.exits.items()

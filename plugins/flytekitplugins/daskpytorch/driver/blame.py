@@ -11,7 +11,6 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, with
 from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 REPEATED = "the same error came at the same step twice"
-"""`GangError.is_repeated` is True for this reason alone."""
 NO_RESTARTS = "max_restarts is 0"
 STATE_IS_GONE = "a gang that stays loses with one rank what its ranks keep: begin a new gang, and keep everything again"
 
@@ -82,8 +81,7 @@ def _signal_name(number: int) -> str:
 def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history: Sequence[str] = ()) -> Exception:
     """Return the failed rank's own exception, with a `GangError` as its cause.
 
-    The `GangError` itself if the exception cannot be rebuilt, or infrastructure was lost. `refusal` is the reason for
-    no restart, `history` has a line per earlier failure.
+    The `GangError` itself if the exception cannot be rebuilt, or infrastructure was lost.
     """
     type_ = GangHungError if root_failure.hang is not None and root_failure.failure is None else GangError
     if root_failure.is_infrastructure:
@@ -165,25 +163,19 @@ def from_user(error: Exception) -> Exception:
 @dataclass(frozen=True, kw_only=True)
 class AttemptFailure:
     what: str
-    """Rank, worker, step and cause, in one line."""
     cause: str
     """Cause without the rank, to compare failures. Exceptions count by type and raising line: their text may hold a
     time or address."""
     position: tuple[int | None, int | None] = (None, None)
-    """Newest logged or saved step, and number of signs of life since then."""
     is_infrastructure: bool
-    """False if the function failed."""
     kind: Kind = "preempted"
-    """As in `GangError.kind`. Default: a worker was told to end."""
     is_exception: bool = False
-    """True for an exception of the function, unless it reads like the loss of a peer."""
     is_final: bool = False
     is_late: bool = False
     """True if all ranks had come to the end of their program before."""
     is_quit: bool = False
     gets_further: bool = False
-    """True if the next attempt may go differently: a checkpoint was saved or is in transit, or ranks were asked to
-    stop."""
+    """The next attempt may go differently: a checkpoint was saved or is in transit, or ranks were asked to stop."""
 
     @classmethod
     def of(
@@ -219,11 +211,8 @@ class AttemptFailure:
 
 @dataclass
 class FailurePolicy:
-    """Limits restarts by two budgets: for losses of infrastructure, and for errors of the function."""
-
     limit: int
     without: str = NO_RESTARTS
-    """Reason for no restart with a limit of 0."""
     failures: list[AttemptFailure] = field(default_factory=list)
 
     def refusal(self, failure: AttemptFailure) -> str | None:

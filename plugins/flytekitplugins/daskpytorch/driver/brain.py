@@ -32,7 +32,6 @@ MAX_LEAVE_WAIT = 75.0 + program_end.MAX_WAIT
 SETTLE_TIME = 0.2
 """Seconds between a worker's loss and a restart with fewer workers, as more losses often follow."""
 TICK = 1.0
-"""Maximum number of seconds between two decisions, as some changes cause no event."""
 
 
 def verdict(
@@ -89,10 +88,7 @@ class Brain:
         self._phase: Phase = self._begin_to_gather()
 
     def decide(self) -> list[Any] | None:
-        """Act on the events so far.
-
-        Return the ranks' results after the gang's success, else None. Raise the error that ends the gang.
-        """
+        """Return the ranks' results after the gang's success, else None. Raise the error that ends the gang."""
         self._let_parts_order()
         while self._results is None:
             if self._state.is_cancelled and self._phase not in (self._train, self._end_ranks):  # no rank runs
@@ -200,8 +196,7 @@ class Brain:
     def _is_understood(self, attempt: Attempt) -> bool:
         """Return True once a failure's cause is known.
 
-        While all ranks' failures read like the loss of a peer, the true cause may follow. If a collective is a possible
-        cause, other ranks first report their stacks.
+        While all failures read like the loss of a peer, the true one may follow.
         """
         is_independent = attempt.has_independent_failure
         if is_independent and not attempt.root_failure().may_be_of_collective:

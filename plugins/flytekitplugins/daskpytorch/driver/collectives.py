@@ -38,13 +38,10 @@ class Difference:
     rank: int
     what: str
     shown: str
-    """Each rank's call, or the missing call. Empty if no flight recorder has the collective."""
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """Calls of a process group's ranks under the same number."""
-
     group: str
     number: int
     by_rank: Mapping[int, Collective]
@@ -109,10 +106,6 @@ def _mismatch(all_calls: Iterable[_Calls]) -> Difference | None:
 
 
 def _essence(collective: Collective, *, with_shapes: bool) -> object:
-    """Return the part of a call that must agree on all ranks.
-
-    Shapes and dtypes count in unfinished collectives only.
-    """
     if not with_shapes or collective.operation.startswith(UNEVEN):
         return collective.operation
     return collective.operation, tuple(map(tuple, collective.inputs)), tuple(collective.dtypes)
@@ -172,7 +165,6 @@ def left_waiting(rank: int, failure: Failure, returned: Mapping[int, Recalled | 
 
 
 def in_words(collective: Collective) -> str:
-    """For example `all_reduce of float32 [4, 3]`."""
     shapes = collective.inputs or collective.outputs
     if not shapes:
         return collective.operation

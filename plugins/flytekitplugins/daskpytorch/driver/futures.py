@@ -30,7 +30,6 @@ class GangFuture(Future[Any]):
     ) -> None:
         super().__init__()
         self._settler = settler
-        """Settles this future and others, and runs their callbacks."""
         self.received = received
         self._end = end
         """Ends the gang at Ctrl-C while a thread waits for this future. None: Ctrl-C is raised at once."""
@@ -118,7 +117,6 @@ class GangFutures(Futures[GangFuture]):
         world_size: int,
         note_end: Callable[[BaseException | None], object] = lambda _: None,
     ) -> None:
-        """`note_end` gets the gang's error, or None after a success, before the futures are settled."""
         self._supervisor = supervisor
         self._end: Callable[[], object] = supervisor.cancel
         self._note_end = note_end

@@ -35,18 +35,15 @@ MAX_UNAUTHENTICATED = 256
 """Further callers wait in the kernel's queue, without a descriptor in the driver."""
 AUTHENTICATION_TIMEOUT = 20.0
 FIRST_MESSAGE_TIMEOUT = 120.0
-"""Seconds, in which the agent finds its GPUs by importing torch in a new process."""
 ACCEPT_PAUSE = 0.2
 """Seconds after an error while accepting callers, such as too many open files."""
 END_TIME = 5.0
-"""Seconds for the listener's threads to end after the shutdown of all connections."""
 
 
 class Listener:
     """Accepts agents, turns their messages into calls for the gang's thread, and stores files and results on arrival.
 
-    One thread accepts all callers and reads from all agents. With one thread per agent, every waiting thread would wake
-    every 5 ms to request the GIL. File transfers use separate threads.
+    One thread reads from all agents: of one thread per agent, each would wake every 5 ms to request the GIL.
     """
 
     _state: GangState
@@ -80,7 +77,6 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="daskpytorch-listener", daemon=True)
 
     def listen(self, state: GangState) -> None:
-        """Accept agents. Their messages become calls of the methods of `state`."""
         self._state = state
         # A selector loop: uvloop would make the sockets non-blocking, through which the gang's thread sends.
         self._loop = asyncio.SelectorEventLoop()
@@ -190,7 +186,6 @@ class Listener:
         return connection
 
     async def _frame(self, sock: socket.socket, frames: Frames) -> bytes:
-        """Return the next frame, and leave the bytes after it in the socket."""
         while True:
             for frame in frames.take(await self._loop.sock_recv(sock, frames.wanted)):
                 return frame

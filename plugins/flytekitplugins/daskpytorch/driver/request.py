@@ -31,15 +31,11 @@ class Request:
     large: SharedMemory | None = field(default=None, repr=False)
     ranks_per_worker: int
     num_gpus: int = 0
-    """GPUs in each worker's or the task's limits. 0 if unknown."""
     settings: Gang
     gpu_check: bytes | None = field(default=None, repr=False)
     pass_local_rank: bool = False
-    """Passes `local_rank` to the function, too: the rank's index on its worker."""
     host: bytes | None = field(default=None, repr=False)
-    """Pickled `RankHost`, which converts a Flyte task's inputs and outputs in ranks. None for gangs of `dispatch`."""
     execution: bytes | None = field(default=None, repr=False)
-    """Pickled `Execution`, by which ranks without a `RankHost` reach Flyte's storage, if needed."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables of a Flyte task for its ranks, which may hold secrets."""
     observers: Sequence[Observer] = ()
@@ -48,13 +44,11 @@ class Request:
     storage: StoragePaths | None = None
     """None if no later attempt or call looks for checkpoints."""
     code: Code | None = None
-    """None: the supervisor packs the project's sources."""
     script: Script | None = None
     """The program that ranks run as their `__main__`, instead of a function."""
     key: str = ""
     """Unique among the task's gangs, equal in every attempt. Empty for a task's only gang."""
     calls: Part | None = field(default=None, repr=False, compare=False)
-    """Gives the ranks of a gang that stays their calls."""
     evaluation: "Request | None" = field(default=None, repr=False)
     start: ShardedCheckpoint | tuple[CheckpointFile, Path] | None = None
     """Checkpoint that this gang evaluates, a whole one with its file on the driver's disk. None: no evaluation."""
@@ -77,10 +71,6 @@ def request_for(
     code: Code | None = None,
     execution: Execution | None = None,
 ) -> Request:
-    """Return the request for a gang and its evaluation, without key, storage and training.
-
-    `execution` defaults to this thread's.
-    """
     call, memory = packed(function, args, kwargs)
     request = replace(
         _request(settings, execution or current_execution(), name=name_of(function), call=call),
@@ -113,7 +103,6 @@ def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | N
 def packed(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, SharedMemory | None]:
-    """Return a pickled call, or empty bytes and the shared memory with the parts of a large call."""
     aside: list[memoryview] = []
     data = pack_call(function, args, kwargs, aside)
     if not aside and len(data) < LARGE:
@@ -130,10 +119,6 @@ def packed_check(settings: Gang) -> bytes | None:
 
 
 def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankHost | None = None) -> Request | None:
-    """Return the request for the gangs that evaluate a training's checkpoints. None without `Gang(evaluate=...)`.
-
-    `host` has the inputs' values. None for gangs of `dispatch`.
-    """
     if (asked := of.settings.evaluate) is None:
         return None
     names = names_of_evaluation(asked.function, inputs, of.name)

@@ -13,11 +13,7 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
 def start_attempt(state: GangState, number: int, code: Code) -> Attempt:
-    """Have agents start the ranks of attempt `number` (from 0).
-
-    Raises `ValueError` if driver and workers have different versions of a package, or the workers do not suit the
-    settings.
-    """
+    """`ValueError`: driver and workers differ in a package's version, or the workers do not suit the settings."""
     request, settings, agents = state.request, state.request.settings, state.agents
     agents.dismiss_leaving()
     nodes = agents.best_nodes()

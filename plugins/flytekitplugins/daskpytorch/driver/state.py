@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.records import LogRecord
 
 SIGNALS = (KeyboardInterrupt.__name__, SystemExit.__name__)
-"""Exceptions by which a program ends after a signal."""
 
 
 class Deadlines:
@@ -39,23 +38,21 @@ class Deadlines:
 
     def __init__(self, grace_period: float) -> None:
         self.grace_period = grace_period
-        """Time for ranks to stop by themselves, at a call of `should_stop`."""
         self.unheeded = grace_period / 4
         """Time for ranks to stop if no rank has ever called `should_stop`."""
         self.storage = grace_period * 0.3
-        """Time for the newest checkpoint to reach storage."""
         self.cancelled = min(1.0, grace_period / 20)
         """Time for the newest checkpoint of a cancelled gang to reach storage. Short, as a user may wait."""
         self.results = grace_period / 10
         self.stop = min(1.5, grace_period / 10)
-        """Time for ranks to end after the stop order, before agents kill them. Exit functions of failed ranks have a
-        part of it (`rank.session.EXIT_TIME`)."""
+        """Time for ranks to end after the stop order. Exit functions of failed ranks have a part of it
+        (`rank.session.EXIT_TIME`).
+        """
         self.close = grace_period / 2
         """Additional time for rank 0 after the last attempt's stop order, if it has observers to close."""
         self.all_stopped = grace_period * 0.75
         """Time for all ranks' exits, before silent nodes count as lost. Longer than every rank's own timeout."""
         self.upload = grace_period / 2
-        """Time for unfinished checkpoint transfers to the driver when the last attempt ends."""
         self.dismiss = grace_period / 4
 
 
@@ -99,14 +96,12 @@ SCHEDULER_LOST = "the Dask scheduler was lost"
 
 class GangState:
     number = 0
-    """Number of the present or next attempt."""
     attempt: Attempt | None = None
     is_training = False
     """True while the ranks of the attempt are neither told to stop nor all ended."""
     stop_request: StopRequest | None = None
     is_cancelled = False
     lost_at: float | None = None
-    """Driver's time at which the attempt last lost a worker."""
     parts: Sequence[Part] = ()
 
     def __init__(
@@ -179,7 +174,6 @@ class GangState:
             part.rank_over(attempt, rank, failure)
 
     def newest_step(self) -> int | None:
-        """Return the step from which the next attempt would start."""
         steps = [part.newest_step() for part in self.parts]
         return max((step for step in steps if step is not None), default=None)
 
@@ -348,7 +342,6 @@ def is_late(state: GangState, attempt: Attempt) -> bool:
 
 
 def is_complete(state: GangState, attempt: Attempt) -> bool:
-    """Return True if the ended attempt has delivered, and neither failed nor was stopped before."""
     is_unfinished = attempt.has_stopped_early or attempt.is_failing or state.is_cancelled
     if state.stop_request is not None:
         is_cut = attempt.is_program and any(exit_.stopped for exit_ in attempt.exits.values())

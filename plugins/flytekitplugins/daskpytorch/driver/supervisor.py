@@ -40,8 +40,6 @@ from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 
 @dataclass(frozen=True)
 class Assembled:
-    """A gang's record, and the parts that others than the core need by name."""
-
     state: GangState
     checkpoints: Checkpoints
     evaluator: Evaluator
@@ -62,11 +60,7 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
     running_clock: Callable[[], float] | None = None,
 ) -> Assembled:
-    """Return a gang whose agents have not connected yet.
-
-    `clock` counts the account of time, `running_clock` all deadlines: it may leave out times in which the driver was
-    suspended. Neither goes back.
-    """
+    """`running_clock` counts all deadlines, perhaps without times in which the driver was suspended."""
     state = GangState(request, agents, observers, received, asked_at=asked_at, clock=running_clock or clock)
     made = Assembled(
         state,
@@ -92,7 +86,6 @@ class RunningClock:
     """
 
     MAX_GAP = 2.0
-    """Longest gap between two calls that counts in full, in seconds. A busy machine may cause such gaps."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -117,7 +110,6 @@ class Supervisor:
     """Runs one gang from its first worker to its last exit. Raises `GangStartError` if the system is not Linux."""
 
     _gang: Assembled
-    """Unset until the driver listens."""
 
     def __init__(
         self,
@@ -141,7 +133,6 @@ class Supervisor:
         self._brain: Brain | None = None
 
     def cancel(self) -> None:
-        """End the gang, from any thread. `run` raises `GangCancelledError`."""
         self._calls.put(lambda: self._gang.state.cancel())  # noqa: PLW0108 - there may be no state yet
 
     def preempt(self, reason: str, *, is_awaited: bool = False) -> None:
@@ -216,7 +207,6 @@ class Supervisor:
         self._calls.put(lambda: self._gang.checkpoints.note_commit(commit))
 
     def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> Assembled:
-        """The stack dismisses agents and closes the port."""
         request, launcher = self._request, self._launcher
         allow_connections(launcher.num_wanted)
         token = os.urandom(32)

@@ -78,7 +78,6 @@ class FlyteStorage(host.Execution):
 
 
 def rank_environment() -> dict[str, str]:
-    """Return the environment variables of Flyte that ranks need: names of execution and task, and secrets."""
     params = FlyteContextManager.current_context().user_space_params
     execution, task = getattr(params, "execution_id", None), getattr(params, "_task_id", None)
     names = {

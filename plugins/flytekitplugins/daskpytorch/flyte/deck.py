@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
-"""For uploads to S3 (`ContentType`) and Google's storage (`content_type`)."""
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
 
 local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=None)
@@ -95,10 +94,6 @@ class _DeckFile:
 
 
 def tab_of(values: Mapping[str, Any], types: Mapping[str, Any], literals: Mapping[str, Literal]) -> str:
-    """Return the HTML page of a task's inputs or outputs, or of the error that writing it has raised.
-
-    All arguments are by name. The renderer of a type `Annotated[..., renderer]` shows its value.
-    """
     from flytekitplugins.daskpytorch.display.values import values_table
 
     try:

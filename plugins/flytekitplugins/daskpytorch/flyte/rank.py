@@ -32,7 +32,6 @@ class TaskOutput:
     """A serialised `flyteidl.core.LiteralMap`."""
     decks: list[tuple[str, str]]
     tab: str = ""
-    """Empty: no such tab."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +39,16 @@ class FlyteRank:
     """Part of flytekit's context that the driver sends to ranks, so that flytekit works there."""
 
     mode: str | None
-    """Name of flytekit's `ExecutionState.Mode` in the driver. None: the driver executes no task."""
     raw_output_prefix: str
-    """Folder or URI to which ranks upload files that are outputs of the task."""
     output_metadata_prefix: str | None
     checkpoint: str | None
-    """URI of the attempt's intratask checkpoint. None: Flyte has given none."""
     previous_checkpoint: str | None
     """None in the first attempt."""
     interface: bytes
-    """Types of inputs and outputs, pickled."""
     inputs: bytes
-    """A serialised `flyteidl.core.LiteralMap`. Each rank downloads files among the inputs to its own disk."""
     task_name: str
     results: str
-    """Folder or URI of the files that ranks submit, complete when the task has ended."""
     shows_outputs: bool = False
-    """True: rank 0 writes the Deck's tab of outputs, since only rank 0 has the values."""
 
     @classmethod
     def of_current_task(
@@ -104,10 +96,6 @@ class FlyteRank:
         return dict(TypeEngine.literal_map_to_kwargs(FlyteContextManager.current_context(), literal_map, types))
 
     def outputs(self, returned: Any) -> TaskOutput:
-        """Convert rank 0's return value to Flyte's literals, and upload the files in it.
-
-        Raises `TypeError` if the value does not fit the task's declared outputs.
-        """
         inputs, outputs, tuple_name = pickling.loads(self.interface)  # trusted: sent by this gang's driver
         check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)

@@ -65,7 +65,6 @@ OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT, DeckField
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
-"""Task that flytekit executes in this context, and its inputs as literals."""
 
 
 class _Resumable(PythonFunctionTask):  # type: ignore[misc]
@@ -141,7 +140,6 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
         return local_runs.begun(self.name) if _is_local(ctx) else contextlib.nullcontext()
 
     def _write_local_deck(self, inputs: dict[str, Any]) -> None:
-        """In a local run, write the Deck of a failed task. flytekit does so only on a backend."""
         ctx = FlyteContextManager.current_context()
         if self.enable_deck and _is_local(ctx):
             self._write_decks(inputs, {}, ctx, ctx.user_space_params)

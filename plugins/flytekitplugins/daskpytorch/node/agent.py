@@ -38,20 +38,18 @@ from flytekitplugins.daskpytorch.protocol.placement import Place
 
 HEARTBEAT_INTERVAL = 1.0
 MAX_HEARTBEATS = 300
-"""Heartbeats per second that a driver gets from all agents together, so that agents of a larger gang send fewer. A
-driver of 1,000 ranks took 4.0 % of a core, and 5.3 % with 500 heartbeats (`scale.py`, on a busy machine,
-2026-11-28)."""
+"""Heartbeats per second that a driver gets from all agents together. A driver of 1,000 ranks took 4.0 % of a core, and
+5.3 % with 500 heartbeats (`scale.py`, on a busy machine, 2026-11-28).
+"""
 MAX_HEARTBEAT_INTERVAL = 3.0
 """Seconds in a very large gang. The driver counts an agent as lost after five times as long."""
 DUMP_TIME = 0.3
-"""Seconds for silent ranks to write their stacks after the agent has signalled them."""
 
 
 def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None = None) -> None:
     """Run an agent until its gang or driver ends, and kill the remaining ranks before the return.
 
-    The descriptor `leaving` becomes readable when the Dask worker is closing. ConnectionError: the driver cannot be
-    reached.
+    The descriptor `leaving` becomes readable when the Dask worker is closing.
     """
     with (
         contextlib.ExitStack() as at_last,
@@ -71,8 +69,6 @@ def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None =
 
 
 class OwnNode(AgentLauncher):
-    """Launches one agent in the task's own process, for gangs without Dask workers."""
-
     num_wanted = 1
     host = "127.0.0.1"
 
@@ -100,7 +96,6 @@ class _Agent:
         """A later attempt unpacks the sources again if files on this machine have changed."""
         self._server = fork_client.connect()
         self._meeting: socket.socket | None = None
-        """Listens for the store of rank 0. Early connections wait in its queue."""
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
         self._stays = False  # until a gang that stays has started
@@ -108,7 +103,6 @@ class _Agent:
         self._heartbeat_interval = HEARTBEAT_INTERVAL
         self._silent: list[Rank] = []
         self._stacks_at: float | None = None
-        """Time to read the stacks of silent ranks, on the monotonic clock."""
         self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
         self._transfers = Transfers(order, scratch, self._say)
         self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
@@ -292,7 +286,6 @@ class _Agent:
             self._say(messages.Stacks(rank.place.rank, text))
 
     def _show_stacks(self) -> None:
-        """Send the stacks of ranks that a user has signalled by hand (`kill -QUIT`)."""
         if self._stacks_at is None:  # else this agent has signalled the ranks
             for rank in self._ranks.values():
                 self._note_lines(rank, rank.take_stacks(self._scratch).splitlines())
@@ -361,7 +354,6 @@ class _Agent:
 
 
 def heartbeat_interval(place: Place, pulse: float | None) -> float:
-    """`pulse` has the seconds between a rank's reports of signs of life."""
     num_agents = place.world_size // place.local_world_size
     wanted = min(HEARTBEAT_INTERVAL, pulse or HEARTBEAT_INTERVAL)
     return max(wanted, min(num_agents / MAX_HEARTBEATS, MAX_HEARTBEAT_INTERVAL))

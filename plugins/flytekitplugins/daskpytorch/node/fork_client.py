@@ -39,11 +39,9 @@ class ForkServerClient:
         self._process = process
 
     def fileno(self) -> int:
-        """Readable at an event of the fork server, such as a rank's exit, and at its end."""
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, *outputs: int) -> None:
-        """Start a rank. `channel` leads to its agent, `outputs` are its standard output and error, or one for both."""
         _ranks.add((id(self), key))
         try:
             socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, *outputs])
@@ -126,7 +124,6 @@ _lock = threading.Lock()
 
 
 def connect() -> ForkServerClient:
-    """Return a new client of this process's fork server, started if none runs. GangStartError: not Linux."""
     check_system()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _lock:
@@ -148,7 +145,6 @@ def import_ahead(module: str) -> None:
 
 
 def shutdown() -> None:
-    """End the fork server and its ranks. A later `connect` starts a new one."""
     global _owned
     with _lock:
         ended, _owned = _owned, None

@@ -3,16 +3,13 @@
 `multiprocessing`'s fork server does not fit: it cannot start below a nanny, whose Dask worker is daemonic, and its
 children import the parent's `__main__`, and survive a kill of their parent.
 
-The owner is the process that has started the fork server: a Dask worker, or the task's process.
+    owner (worker, task) ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
+    agent                ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file
+                                                          kills the client's ranks
+    agent                ──rank's channel──▶ rank:        its environment, for which a fork may have to become a
+                                                          fresh interpreter; then orders, and reports come back
 
-    owner process ──control socket──▶ fork server: a new client socket per agent; end-of-file ends the server
-    agent         ──client socket───▶ fork server: spawn and kill requests; exits come back; end-of-file kills the
-                                                   client's ranks
-    agent         ──rank's channel──▶ rank:        its environment, for which a fork may have to become a fresh
-                                                   interpreter; then orders, and reports come back
-
-All sockets are Unix SOCK_SEQPACKET without a name, so each message is one packet. benchmarks/README.md, "What each
-optimisation buys", has the gain of each step.
+All sockets are Unix SOCK_SEQPACKET without a name, so each message is one packet.
 """
 
 import contextlib
@@ -57,11 +54,9 @@ BOOTSTRAP = (
     "sys.modules.pop('flytekitplugins', None); from flytekitplugins.daskpytorch.node.fork_server import {0}; {0}()"
 )
 PR_SET_PDEATHSIG = 1
-"""Option of `prctl` (linux/prctl.h) for the signal that a process gets when its parent thread ends."""
 
 
 def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[str]:
-    """Return the command of a fresh interpreter, with this one's options, that calls this module's function `main`."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
     return [sys.executable, *flags, "-P", "-c", BOOTSTRAP.format(main), *map(str, arguments), json.dumps(path)]
 
@@ -178,7 +173,6 @@ class _Server:
 
     @staticmethod
     def _tell(client: _Client, event: dict[str, int | str]) -> bool:
-        """Return False if the agent has closed the connection."""
         try:
             client.sock.send(json.dumps(event).encode())
         except OSError:  # the agent has ended, and the end-of-file that follows drops the client
@@ -275,7 +269,6 @@ def main_of_fresh_rank() -> None:
 
 
 TRAINS = "torch._dynamo"
-"""Module that every optimizer imports, and other code does not."""
 TRAINING_IMPORTS = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -300,8 +293,7 @@ _self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
 def _without_finalizers() -> Iterator[None]:
     """Keep each new `weakref.finalize` of the block from running at the process's exit.
 
-    Torch's finalizers free objects that end with the process anyway. A rank's exit takes 50 to 100 ms with them, and 2
-    to 7 ms without (2026-11-26), which counts in sweeps of small models (`many.py --trivial`).
+    Torch's finalizers take 50 to 100 ms of a rank's exit (2026-11-26), for objects that end with the process anyway.
     """
     begin = weakref.finalize.__init__
 
@@ -431,10 +423,7 @@ def _noted_seed(self: random.Random, a: int | float | str | bytes | bytearray | 
 
 
 def seed_anew() -> None:
-    """Seed all generators that a fresh process would seed for itself. Takes 0.1 ms.
-
-    Python itself seeds `random` and the names of temporary files after a fork. CUDA's generators begin in the rank.
-    """
+    """Seed all generators that a fresh process would seed for itself. Takes 0.1 ms."""
     random.Random.seed = _seed  # type: ignore[method-assign]
     for generator in list(_self_seeded):
         generator.seed()

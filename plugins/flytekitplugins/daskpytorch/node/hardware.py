@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Device files of a GPU driver: NVIDIA's for Linux, or that of WSL."""
 LOOK_TIMEOUT = 60.0
 """Seconds to import torch and count the GPUs. A broken GPU driver may never answer."""
 DRIVER_TIMEOUT = 10.0
@@ -38,7 +37,6 @@ except Exception as error:
     problem = f"{type(error).__name__}: {error}"
 print(json.dumps([found, problem]))
 """
-"""Prints, as JSON in its last line, the GPUs' names and UUIDs, and torch's error ("" if none)."""
 ASKING_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Kubernetes' device plugin sets the first for a container, and users set the second for a process."""
 NO_LIST = ("all", "none", "void")
@@ -51,7 +49,6 @@ class FoundGpus:
     names: dict[str, str] = field(default_factory=dict)
     """Index or UUID, as `CUDA_VISIBLE_DEVICES` has it and in that order -> model."""
     uuids: tuple[str, ...] = ()
-    """UUIDs, also of MIG instances, in the order of `names`, "" if unknown."""
     problem: str = ""
 
 
@@ -77,7 +74,6 @@ def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node
 
 @functools.cache  # the metadata takes 8 ms to read
 def local_versions() -> dict[str, str]:
-    """Return the versions that driver and workers must share."""
     packages = ("flytekitplugins-daskpytorch", "torch")
     return {"python": ".".join(map(str, sys.version_info[:2]))} | {name: version(name) for name in packages}
 
@@ -103,7 +99,6 @@ def num_kills_for_memory() -> int:
 
 
 def _memory_records() -> Iterator[Path]:
-    """Yield files with that number: below the group's own path, or at the root, where containers see their own."""
     groups: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -117,7 +112,6 @@ def _memory_records() -> Iterator[Path]:
 
 
 def gpus_here() -> FoundGpus:
-    """Return the GPUs that this process may use. Only a successful count is cached."""
     if not any(file.exists() for file in DRIVER_FILES):
         return FoundGpus(problem=f"there is no {DRIVER_FILES[0]}, so no GPU driver reaches this process")
     try:
@@ -217,7 +211,6 @@ def _driver_says() -> str:
 
 
 def _listed(variable: str) -> list[str]:
-    """Return the GPUs that a variable lists, up to the first entry that names none, as in CUDA."""
     listed: list[str] = []
     for gpu in map(str.strip, os.environ.get(variable, "").split(",")):
         if gpu in ("", "-1", *NO_LIST):

@@ -22,13 +22,10 @@ from flytekitplugins.daskpytorch.protocol.placement import Place
 
 STREAMS = ("stdout", "stderr")
 MAX_WAITING = 1024
-"""Pieces of output, of up to 64 KiB each, that may wait for the disk."""
 CLOSE_TIMEOUT = 5.0
-"""Seconds for the disk to take what waits at the gang's end."""
 TOO_SLOW = "the disk is too slow for the ranks' output"
 
 Copy = Callable[[bytes], None]
-"""Gets each piece of a stream, and b"" at the stream's end."""
 
 
 class LogFiles:
@@ -53,7 +50,6 @@ class LogFiles:
         return "" if self._has_failed else str(self._of_rank(attempt, rank))
 
     def close(self) -> None:
-        """The thread goes on with what takes longer than `CLOSE_TIMEOUT`."""
         self._submit(self._close_files)
         self._worker.flush(CLOSE_TIMEOUT)
 
@@ -73,7 +69,6 @@ class LogFiles:
             self._fail(str(error))
 
     def _append(self, file: Path, data: bytes) -> None:
-        """Empty data close the file."""
         if self._has_failed:
             return
         if file not in self._files:
@@ -109,9 +104,7 @@ class LogFiles:
 
 
 TAIL_LINES = 40
-"""Last log lines of a rank that the error of its failure shows."""
 TAIL_SIZE = 16 << 10
-"""Characters of these lines together."""
 MAX_LINE = 64 << 10
 """Characters of a line of output, which is cut there."""
 _END = re.compile("([\r\n])")
@@ -142,8 +135,6 @@ class Lines:
 
 
 class Output:
-    """A pipe with a rank's output. `copy` gets each piece, and b"" at the end."""
-
     def __init__(self, descriptor: int, copy: Copy) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
@@ -184,12 +175,10 @@ class Rank:
     outputs: list[Output]
     """One pipe for standard output and error together, or one for each if they have log files."""
     num_moves: int | None = None
-    """Number of signs of life in the newest report."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     watchdog: str = ""
     """Newest log line in which torch's NCCL watchdog aborts the process."""
     kill_at: float | None = None
-    """Time at which the agent kills the rank, on the monotonic clock."""
 
     @property
     def log_tail(self) -> str:

@@ -83,7 +83,6 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(target: Path, unfinished: Path) -> Iterator[Path]:
-    """Yield `unfinished` for a new file, and rename it to `target` at the end, or remove it after an error."""
     try:
         yield unfinished
         unfinished.replace(target)
@@ -92,9 +91,7 @@ def replacing(target: Path, unfinished: Path) -> Iterator[Path]:
 
 
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-"""Mode bits by which others write to a file or folder."""
 REACHABLE = stat.S_IXGRP | stat.S_IXOTH
-"""Mode bits by which others open the files in a folder."""
 
 
 def make_private(folder: Path) -> None:
@@ -134,7 +131,6 @@ def _refuse(path: Path, folder: Path, bits: int) -> None:
 
 
 def _is_private(group: int) -> bool:
-    """Return True if only this user is in the group, as on many systems, with a umask of 002."""
     try:
         user, named = pwd.getpwuid(os.geteuid()), getgrgid(group)
     except KeyError:
@@ -173,6 +169,5 @@ def state_of(path: Path) -> tuple[int, ...] | None:
 
 
 def local_runs_folder() -> Path:
-    """Return the folder of all local runs of this user. RuntimeError: the user has no home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "daskpytorch", "checkpoints")
     return Path(os.environ.get(FOLDER_VARIABLE) or cache).expanduser().resolve()

@@ -30,7 +30,6 @@ LATE = 1
 
 @contextlib.contextmanager
 def watched(who: str, max_wait: float | None) -> Iterator[None]:
-    """Name what the block waits for, if it takes long. End this process if it takes `max_wait` seconds."""
     is_over = threading.Event()
 
     def watch() -> None:

@@ -103,7 +103,6 @@ def deferred(end: Callable[[], object] | None) -> Iterator[Callable[[], bool]]:
 
 
 def is_interactive() -> bool:
-    """Return True in a notebook's kernel or at Python's prompt, where a user goes on with this process."""
     return hasattr(sys, "ps1") or ("IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None)
 
 
@@ -116,7 +115,6 @@ def _end_process() -> None:
 
 _is_registered = False
 _forking = threading.local()
-"""Signal mask that the forking thread gets again after the fork."""
 
 
 @contextlib.contextmanager

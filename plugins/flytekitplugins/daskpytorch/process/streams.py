@@ -95,7 +95,6 @@ def _drop_output() -> None:
 
 
 def one_line(text: str, max_length: int) -> str:
-    """Replace unprintable characters, and cut a text to `max_length` characters."""
     cut = text if len(text) <= max_length else f"{text[: max_length - 1]}…"
     return (
         cut
@@ -175,7 +174,6 @@ def tell(event: str, fields: Mapping[str, Any], level: int = logging.INFO) -> No
 
 
 def object_in(line: str) -> dict[str, Any] | None:
-    """Return the JSON object that this package logged as `line` in another process, if it is one."""
     if not line.startswith(BEGINNING):
         return None
     try:

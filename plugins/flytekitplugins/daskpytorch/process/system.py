@@ -28,7 +28,6 @@ def runs_gangs() -> bool:
 
 
 def running_kernel() -> str:
-    """Return the kernel's boot ID, or "" if it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -36,7 +35,6 @@ def running_kernel() -> str:
 
 
 def check_system() -> None:
-    """Raise GangStartError unless this is Linux. A later error would mention only a socket."""
     if not runs_gangs():
         raise GangStartError(
             f"gangs run on Linux, and this is {platform.system()}: ranks are watched by what only Linux has (abstract "
@@ -79,7 +77,6 @@ def allow_files(wanted: int) -> int:
 
 
 def allow_connections(num_agents: int) -> None:
-    """Let the driver have a connection to each agent. GangStartError: the hard limit of open files is too low."""
     needed = num_agents + OTHERS
     if (allowed := allow_files(max(MAX_FILES, needed))) < needed:
         raise GangStartError(
@@ -150,7 +147,6 @@ def read_so_far() -> tuple[str, ...]:
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str], prefixes: tuple[str, ...]) -> list[str]:
-    """Return variables with such a prefix, not in `SET_LATER`, that differ."""
     return sorted(
         name
         for name in {*before, *after}
@@ -191,7 +187,6 @@ def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _before_nanny() -> Mapping[str, str]:
-    """Return the environment with which this process, or its nearest ancestor that no nanny started, has started."""
     here = psutil.Process()
     with contextlib.suppress(psutil.Error):  # another user's process, or it has ended
         for process in (here, *here.parents()):

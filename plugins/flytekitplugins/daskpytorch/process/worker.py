@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 
 def in_thread(act: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a new thread, which no exit of the process waits for."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -50,7 +49,6 @@ class Job:
     gives_up: Callable[[Exception, int, float], bool]
     """Gets the error, the number of failed tries, and the seconds until the retry. True ends the job."""
     due: float
-    """Earliest time of the next try, on the monotonic clock."""
     num_failures: int = 0
 
 
@@ -60,11 +58,9 @@ class Worker:
         self._name = name
         self._changed = threading.Condition()
         self._lanes: dict[str, deque[Job]] = {}
-        """Lanes that have ever received a job -> unfinished jobs, oldest first."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self.is_urgent = False
-        """Pauses between retries no longer grow, since a caller waits for the jobs."""
 
     def submit(
         self,
@@ -85,18 +81,15 @@ class Worker:
         return lane in self._lanes
 
     def jobs(self, lane: str = DEFAULT_LANE) -> Sequence[Job]:
-        """Return the lane's unfinished jobs, oldest first."""
         return self._lanes.get(lane, ())
 
     def flush(self, timeout: float | None = None, *, lane: str = DEFAULT_LANE) -> bool:
-        """Wait up to `timeout` seconds for all jobs of the lane. Return False if some are left."""
         self.shorten_pauses()
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self.jobs(lane), timeout)
             return not self.jobs(lane)
 
     def shorten_pauses(self) -> None:
-        """Limit the pauses before retries to `retry_after` seconds from now on."""
         with self._changed:
             self.is_urgent = True
             soon = time.monotonic() + self.retry_after

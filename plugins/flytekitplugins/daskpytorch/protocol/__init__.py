@@ -14,14 +14,12 @@ Runs in all processes. May import `process`, `settings`, `context`, `records` an
 If an agent can reach the driver's folder, checkpoints get a hard link there (`checkpoints`), and a large return value
 is a file there (`payload`).
 
-Messages are frozen dataclasses, pickled, and the receiver matches on all their types. The driver listens and agents
-connect. Each end unpickles only after both have proved knowledge of the gang's token (`framing`). No end waits for an
-answer: a missing one shows as a closed connection, or as an agent without heartbeats. The user's objects are bytes to
-all processes but the ranks.
+The driver listens and agents connect. Each end unpickles only after both have proved knowledge of the gang's token
+(`framing`). No end waits for an answer: a missing one shows as a closed connection, or as an agent without heartbeats.
+The user's objects are bytes to all processes but the ranks.
 
 Each agent opens a port and names it in its `Hello`. Rank 0 opens torch's store on its agent's socket, a new store for
-each attempt. Ranks that connect earlier wait in the socket's queue. So the driver needs no torch and no connections to
-ranks, and no other process can take the port.
+each attempt. Ranks that connect earlier wait in the socket's queue, and no other process can take the port.
 
     driver                                    agent, one per node                       rank
       │ ◀─────────── dials, handshake ───────────│ ─── forks the rank ──────────────────▶ │ waits

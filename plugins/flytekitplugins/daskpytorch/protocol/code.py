@@ -1,7 +1,6 @@
 """The project's sources and the program's state, packed in the driver, and unpacked beside the ranks.
 
-The sources are for the ranks alone. Scheduler and Dask workers never import a user's module, since their copies may be
-old or missing.
+Scheduler and Dask workers never import a user's module, since their copies may be old or missing.
 """
 
 import contextlib
@@ -30,7 +29,6 @@ from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.script import Script, attributes_of
 
 MAX_SPARE_PART = 256 << 10
-"""Bytes of a pickled class of `__main__` that ranks get apart from the call, without larger classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +38,10 @@ class Program:
     module: str | None = None
     package: str | None = None
     spare_parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Name -> pickled class of `__main__`, for ranks that load files with objects of the class."""
     cells: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Name -> source code without a file, such as a notebook's cells."""
     levels: Mapping[str, int] = field(default_factory=dict)
     handlers: Sequence[bytes] = field(default=(), repr=False)
-    """Pickled stream, level and formatter of each handler of the root logger that writes to a standard stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +50,11 @@ class Code:
     """Tar archive of the files at the paths of their modules, or empty if the agent already has it."""
     digest: str
     script: str | None = None
-    """The user's script in the archive, unless `__main__` has no file, or is a tool such as pyflyte."""
     folders: Sequence[str] = ()
     """Source folders in `sys.path` order, or none if imports from them would not find exactly the archive's files."""
     originals: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict, compare=False, repr=False)
     """Module in the archive -> its path on the driver's machine, and the file's state (`state_of`)."""
     machine: str = ""
-    """Boot ID of the driver's kernel."""
     program: Program = field(default_factory=Program, compare=False)
 
 
@@ -237,7 +231,6 @@ class Project:
         return project
 
     def add_script(self, script: Script) -> None:
-        """Add the folder from which a user's script or module imports, unless it is installed."""
         self.script = None  # not the driver's own
         if script.file is None or script.folder is None or _is_installed(script.file):
             return
@@ -268,16 +261,12 @@ class Project:
 
 
 class SourceFiles:
-    """The imported modules' files, and their state when this object has seen each of them first."""
-
     def __init__(self) -> None:
         self._num_modules = 0
         self._states: dict[Path, tuple[int, ...] | None] = {}
-        """Path -> last change in nanoseconds, and size in bytes."""
         self.take_new()
 
     def take_new(self) -> bool:
-        """Add modules that have been imported since the last call. Return False if there are none."""
         if len(sys.modules) == self._num_modules:
             return False
         self._num_modules, main = len(sys.modules), sys.modules["__main__"]
@@ -320,7 +309,6 @@ def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
 
 
 def _imported_as(attributes: Mapping[str, Any]) -> object:
-    """Return the name under which other modules import a module or the script."""
     name, file = attributes.get("__name__"), attributes.get("__file__")
     if name in ("__main__", "__mp_main__") and isinstance(file, str):
         return getattr(attributes.get("__spec__"), "name", None) or Path(file).stem
@@ -345,7 +333,6 @@ def _files_beside(root: Path) -> list[Path]:
 
 
 def _files_of_script(root: Path) -> list[Path]:
-    """Leave out what git ignores."""
     if root == Path(root.anchor):  # of a container; /proc and /sys are below
         return _files_beside(root)
     found = list(itertools.islice(_known_to_git(root) or _files_below(root), MAX_FILES + 1))

@@ -50,13 +50,10 @@ READ_SIZE = 1 << 14
 @dataclass(frozen=True, kw_only=True)
 class Debugging:
     has_terminal: bool = False
-    """The driver attaches its terminal to debuggers on its machine."""
     ports: Mapping[int, int] = field(default_factory=dict)
-    """Rank -> port at which it waits for an editor."""
 
     @classmethod
     def here(cls) -> Self:
-        """Raises ValueError if `DASKPYTORCH_DEBUGPY` has a wrong format."""
         return cls(has_terminal=has_terminal(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
 
     def patience(self, settings: Gang) -> timedelta | None:
@@ -84,8 +81,6 @@ def _ports(text: str) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """A rank's file in its agent's folder, by which `daskpytorch attach` finds the rank."""
-
     gang: str
     rank: int
     pid: int

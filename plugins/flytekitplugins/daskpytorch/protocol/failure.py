@@ -26,7 +26,6 @@ MAX_TEXT = 32 << 10
 MAX_PICKLED = 1 << 20
 """Bytes of a pickled exception, of which a larger one may hold a batch, and reaches the driver as text only."""
 DEFAULT_GROUP = "the default group"
-"""First words of the names of the default process group, which has a name for each backend."""
 CONSEQUENCES = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|gloo|nccl"
     r"|remote process|store->|tcpstore|timed out (after|waiting)",
@@ -55,15 +54,17 @@ WATCHDOG = re.compile(
     r"|Aborting process on rank .*due to (timeout|error - nccl)"
 )
 """Log lines in which torch's NCCL watchdog tells why it aborts the process (torch 2.6 to 2.15, both NCCL backends of
-2.15). CUDA errors do not match: the rank's kernels cause them, and the watchdog merely sees them first."""
+2.15). CUDA errors do not match: the rank's kernels cause them.
+"""
 OURS = "flytekitplugins/daskpytorch/"
 NOT_THE_USERS = re.compile(
     r'(File ")?(<(frozen |c?attrs generated |@beartype\(|sqlalchemy generated |decorator-gen-|makefun-gen-|'
     r"lambdifygenerated-|__array_function__ internals>|eval_with_key>|string>|template>|unknown>)"
     r"|.*(/(site|dist)-packages/|/lib(64)?/python3\.\d+t?/|/flyte(kit)?plugins/daskpytorch/))"
 )
-"""Matches files, and frames as `faulthandler` writes them, of Python, of installed packages, of this package and of
-generated code. Other names in angle brackets are the user's: `<stdin>`, or a notebook's cell."""
+"""Matches files, and `faulthandler`'s frames, of Python, installed packages, this package and generated code. Other
+names in angle brackets are the user's: `<stdin>`, or a notebook's cell.
+"""
 MAX_COLLECTIVES = 32
 """Newest collectives in a rank's report. Ranks block within a few collectives after a mismatch."""
 
@@ -82,14 +83,12 @@ class Collective:
     """Dtypes of the inputs, or of the outputs without inputs."""
     is_done: bool
     frames: Sequence[str] = ()
-    """Stack of the call as `faulthandler` writes it, the innermost frame first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recalled:
     groups: Sequence[str]
     collectives: Sequence[Collective]
-    """Oldest first."""
     newest_of_all: int = 0
     """Number of the newest collective of all ranks in the default group, or 0 if unknown."""
 
@@ -99,13 +98,10 @@ class Failure:
     type_name: str
     message: str
     traceback: str
-    """Empty for a GPU that has not passed its check, as all code there is ours."""
+    """Empty for a GPU that has not passed its check."""
     pickled: bytes | None
-    """None if pickling fails or takes more than `MAX_PICKLED` bytes."""
     time: float
-    """Seconds since the epoch at which the exception left the rank's function."""
     is_consequence: bool
-    """The exception reads like the loss of a peer."""
     position: tuple[int | None, int | None] = (None, None)
     """Newest logged or saved step, and number of signs of life since then, where known."""
     place: str = ""
@@ -115,7 +111,6 @@ class Failure:
     gpu_fault: str = ""
     exit_code: int = 1
     is_of_memory: bool = False
-    """Too little memory on the host or GPU is the exception's cause."""
 
     @classmethod
     def of(
@@ -150,8 +145,8 @@ class Failure:
     def rebuilt(self) -> Exception | None:
         """Return the exception in its own type: unpickled, or a builtin one with equal text. None if neither works.
 
-        An exception that would end the driver (`SystemExit`) gives None. One that would end its catcher's loop without
-        an error (`StopIteration`) becomes a `RuntimeError`.
+        An exception that would end the driver (`SystemExit`) gives None, and a `StopIteration` becomes a
+        `RuntimeError`.
         """
         error: object = None
         if self.pickled is not None:
@@ -177,16 +172,13 @@ class RankExit:
     """Seconds since the epoch, on the clock of the agent or driver."""
     out_of_memory: bool = False
     stopped: bool = False
-    """The gang stopped the rank, after another rank's failure."""
     hang: str | None = None
     left_by: str = ""
     """Sentence that says which ranks had returned while this rank waited for them."""
     difference: str | None = None
-    """Differences in the ranks' collectives, which may have caused the failure."""
     step: int | None = None
     agent_traceback: str | None = None
     watchdog: str = ""
-    """Log line in which torch's NCCL watchdog gave the reason to abort the rank."""
     log_folder: str = ""
     gpu: str = ""
 
@@ -239,7 +231,7 @@ def raisable(error: BaseException, raiser: str) -> Exception:
     """Return the error, or a `RuntimeError` by `raiser` in place of one that must not leave a future.
 
     After a `StopIteration`, `list(map(future.result, ...))` would end early in silence, and a future awaited by
-    `asyncio` would never end. Python itself replaces a `StopIteration` from a generator or coroutine (PEP 479).
+    `asyncio` would never end.
     """
     if isinstance(error, Exception) and not isinstance(error, SIGNALS_TO_CALLERS):
         return error
@@ -344,7 +336,6 @@ class GpuFaultError(RuntimeError):
 
 
 def is_of_check(error: BaseException) -> bool:
-    """Return True if a GPU has not passed its check, except by an exception of the user's function."""
     return isinstance(error, GpuFaultError) and error.__cause__ is None
 
 

@@ -3,12 +3,10 @@
 A frame is its size in eight bytes, and a pickled message, a heartbeat, or a part of the handshake. Only files travel
 without frames, right after their announcement.
 
-By the handshake, driver and agent prove that both belong to one gang, before any unpickling: challenge of the driver,
+By the handshake, both ends prove that they belong to one gang, before any unpickling: challenge of the driver,
 challenge and proof of the agent, proof of the driver. A proof is an HMAC over role and both challenges, with the gang's
 token as key. The role keeps an agent's proof from passing as the driver's. All sizes are fixed, so that a stranger
 cannot send more.
-
-Heartbeats need no unpickling: the driver of thousands of agents receives thousands a second.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
 PROOF_TIMEOUT = 60.0
-"""Seconds that an agent waits for the driver's proof. The driver may have thousands of agents to answer."""
+"""Seconds. The driver may have thousands of agents to answer."""
 BEAT = b"\0"
 RANK = struct.Struct("!IQ")
 
@@ -76,7 +74,6 @@ class Connection:
         self._sock = sock
         self._lock = threading.Lock()
         self.heard_at = time.monotonic()
-        """On the monotonic clock."""
 
     def fileno(self) -> int:
         """This object buffers no received bytes, so `select` and `poll` work."""
@@ -114,7 +111,6 @@ class Connection:
             self._sock.sendfile(file)
 
     def read(self, size: int) -> bytes:
-        """Return no bytes after the peer has closed the connection."""
         data = self._sock.recv(size)
         self.heard_at = time.monotonic()
         return data
@@ -132,7 +128,7 @@ class Connection:
             yield piece
 
     def hang_up(self) -> None:
-        """Shut the connection down for both ends. A thread that waits in `read` wakes up, unlike after `close`."""
+        """Shut the connection down for both ends. Unlike `close`, this wakes up a thread that waits in `read`."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -141,7 +137,7 @@ class Connection:
 
 
 def listen_at(address: str) -> socket.socket:
-    """Listen at any free port. Callers beyond the queue connect 1 s later, so the queue is as long as Linux allows."""
+    """Listen at any free port, with the longest queue that Linux allows: callers beyond the queue connect 1 s later."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
 
@@ -215,10 +211,7 @@ def _proof(token: bytes, role: bytes, of_driver: bytes, of_agent: bytes) -> byte
 
 
 def heartbeat(num_moves: Mapping[int, int]) -> bytes:
-    """Return the frame of an agent's heartbeat, with the ranks' numbers of signs of life.
-
-    Args:
-        num_moves: Rank -> number of signs of life so far. Ranks without a report so far are left out.
+    """Return the frame of an agent's heartbeat, with the ranks' numbers of signs of life. Needs no unpickling.
 
     Examples:
         >>> from flytekitplugins.daskpytorch.protocol import framing

@@ -17,7 +17,6 @@ from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.records import numbers
 
 MAX_NAME = 100
-"""Characters of a function's name in a key, which leaves out the beginning of longer names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,6 @@ def check_function(function: Callable[..., Any], *, may_be_async: bool = False) 
 
 
 def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Raise TypeError if the function rejects these arguments, before any rank calls the function."""
     called = function_of(function)
     with contextlib.suppress(ValueError):  # a few builtins have no signature
         signature = _signature(called)
@@ -70,7 +68,6 @@ def _signature(called: Callable[..., Any]) -> inspect.Signature:
 
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name, including defaults."""
     try:
         bound = inspect.signature(function_of(function)).bind(*args, **kwargs)
     except (TypeError, ValueError):  # no signature, as of a few builtins
@@ -92,7 +89,6 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def function_of(called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Flyte task's function. Any other callable is returned as it is."""
     return getattr(called, "_task_function", called)
 
 
@@ -151,7 +147,6 @@ def _can_pickle(value: object) -> bool:
 def unpack_call(
     data: bytes | memoryview, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None
 ) -> Call:
-    """Unpickle a call, with the project's sources on `sys.path`. For the arguments, see `pickling.loads`."""
     function, args, kwargs = pickling.loads(data, aside, present)
     return Call(function=_find(*function) if type(function) is tuple else function, args=args, kwargs=kwargs)
 
@@ -183,7 +178,6 @@ def evaluate(function: Callable[..., Any], names: Sequence[str], **inputs: Any) 
 
 
 values: dict[int, Any] = {}
-"""Values by the number of the call that has returned them, only in ranks."""
 
 
 def kept_value(number: int) -> Any:

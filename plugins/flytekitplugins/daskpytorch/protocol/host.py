@@ -25,7 +25,7 @@ class StoragePaths:
     """Checkpoints of the task's previous attempt or call."""
     own: str
     is_claimed: bool = False
-    """Two gangs at the same time may get the same folder, which a gang therefore has to claim."""
+    """Two gangs at the same time may get the same folder."""
     prepare: Callable[[], object] = lambda: None
     """Called by the driver before each write of a whole checkpoint or the manifest. Local runs make room for the
     checkpoint, and models of a sweep store their records."""
@@ -41,7 +41,6 @@ class Execution:
     """The base class stands for no host."""
 
     name: str | None = None
-    """Name on the host, `local` in local runs, or None without a host."""
     task: object = None
     """Identifies the running task, as one object during its whole run."""
 

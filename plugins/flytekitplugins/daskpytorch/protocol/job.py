@@ -19,11 +19,11 @@ from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
-"""Exit code of a rank that ended on an order to stop: 128 + SIGTERM, as in shells."""
+"""Exit code after an order to stop: 128 + SIGTERM, as in shells."""
 DUMP_SIGNAL = signal.SIGQUIT
 """Makes a rank write its main thread's stack to a file, also if a user sends it by hand."""
 AUTO_PULSE = 10.0
-"""Seconds between two reports of signs of life with `hang_timeout="auto"`, which do not slow down training steps."""
+"""Seconds between two reports of signs of life with `hang_timeout="auto"`."""
 MAX_STACKS = 64 << 10
 Key = str | tuple[Any, ...]
 
@@ -33,17 +33,15 @@ class Job:
     gang: str
     attempt: int
     call: bytes | None
-    """The pickled call. Empty if `large` has the call, None if the ranks stay and get calls."""
+    """Empty if `large` has the call, None if the ranks stay and get calls."""
     large: Address | None = None
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None
-    """Host and port of the rendezvous store in rank 0, or None for a single rank without a store."""
     settings: Gang = field(default_factory=Gang)
     """Without observers and the function of `gpu_check`. The backend may be "auto", unlike `Job.backend`."""
     gpu_check: bytes | None = None
     checkpoint: CheckpointFile | None = None
-    """None for a fresh start or a sharded checkpoint."""
     sharding: Sharding = field(default_factory=lambda: Sharding(base="", nonce=""))
     kept: Sequence[SavedCheckpoint] = ()
     storage: str | None = None
@@ -69,7 +67,6 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class WorkerData:
     address: str
-    """Abstract Unix socket at which the worker answers ranks."""
     token: bytes = field(repr=False)
     """Sent first, as proof that the process is a rank beside this worker."""
     guide: str
@@ -82,16 +79,12 @@ class WorkerData:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOrder:
-    """An agent's second message to a rank, after the environment variables, and before the socket of a store."""
-
     place: Place
     job: Job
     sources: Sources
     program: Program
     scratch: str
-    """The agent's folder, where the rank reads and writes checkpoints."""
     driver_folder: str | None = None
-    """Folder for a large return value on the driver's machine."""
     directory: str
     path: Sequence[str]
     """The agent's `sys.path`, behind the folders in the gang's `PYTHONPATH`."""
@@ -105,7 +98,6 @@ class RankOrder:
 def environment(
     base: Mapping[str, str], place: Place, job: Job, interface: str | None, scratch: Path
 ) -> dict[str, str]:
-    """Return a rank's environment: the agent's (`base`), the gang's, and what `torchrun` sets."""
     host, port = job.store or _own_store()
     env = {**without_nannys(base), **job.environment}
     env |= {

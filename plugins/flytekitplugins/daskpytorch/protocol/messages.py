@@ -1,8 +1,8 @@
 """All messages between driver, agents and ranks. Imports neither Dask nor torch.
 
-Questions travel as `Ask`, answers as `Answer`. The driver asks all ranks of an attempt, in `Tell`, and each rank
-answers. A rank asks the driver, and all ranks of its node get the answer. The ranks' n-th questions of one kind have
-the same answer. Answers that every attempt or call needs come unasked.
+Questions travel as `Ask`, answers as `Answer`. The driver asks all ranks of an attempt, in `Tell`. The ranks' n-th
+questions of one kind have the same answer, which all ranks of a node get. Answers that every attempt or call needs come
+unasked.
 """
 
 import enum
@@ -45,8 +45,6 @@ class EndCall:
 
 @dataclass(frozen=True)
 class Forget:
-    """The rank frees the value that it has kept of this call."""
-
     number: int
 
 
@@ -146,7 +144,6 @@ class Spent:
 class Noted:
     text: str
     hint: str = ""
-    """Kind of a likely mistake in the function, of which the driver shows one note."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +222,7 @@ class Quit:
 
 
 OrderToAll = Ask | Answer | Release | Kept | LogRecord | Leave | CallOrder | EndCall
-"""Orders after which the rank goes on. `LogRecord`: metrics of an evaluation, for rank 0's trackers."""
+"""`LogRecord`: metrics of an evaluation, for rank 0's trackers."""
 Order = OrderToAll | Quit
 
 
@@ -265,7 +262,6 @@ class Exited:
     log_tail: str
     time: float
     watchdog: str = ""
-    """Log line in which torch's NCCL watchdog gave the reason to abort the rank."""
     log_folder: str = ""
 
 
@@ -292,7 +288,6 @@ class Leaving:
 class Stacks:
     rank: int
     text: str
-    """Traceback of the rank's main thread, or why there is none."""
 
 
 FromAgent = Hello | Reported | Lines | Exited | Broken | Sent | Leaving | Stacks
@@ -311,11 +306,9 @@ class Start:
 @dataclass(frozen=True)
 class Stop:
     grace: float
-    """Seconds after which the agent kills the ranks."""
     main_grace: float
     """Seconds for rank 0, which may have trackers to close."""
     reason: str | None = None
-    """Reason to stop a training that did not fail, or None after a failure."""
 
 
 @dataclass(frozen=True)
@@ -332,8 +325,6 @@ class Dump:
 
 @dataclass(frozen=True)
 class Fetch:
-    """The agent uploads the file over a separate connection."""
-
     file: CheckpointFile
 
 
@@ -358,14 +349,10 @@ ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
 
 @dataclass(frozen=True)
 class Upload:
-    """Sent by the agent before the file's bytes."""
-
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Download:
-    """Sent by the agent, which then receives the file's bytes."""
-
     file: CheckpointFile | None
     """None stands for the large arguments of the user's call."""

@@ -34,7 +34,6 @@ METHODS: Mapping[type[journal.Event], tuple[str, tuple[str, ...]]] = {
     journal.Noted: ("on_note", ("line",)),
     journal.Ended: ("on_end", ("error",)),
 }
-"""Methods of `Observer` by the event, each with the event's fields that are its arguments."""
 
 
 class RankObserver:
@@ -225,7 +224,6 @@ class Observers(_Called):
         hints: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` begins each note to the user. `hints` are about calls that the code seems to lack."""
         super().__init__(observers)
         self._name = name.rpartition(".")[2]
         self._hints = hints
@@ -245,7 +243,6 @@ class Observers(_Called):
             self.note(text)
 
     def hint(self, kind: str, text: str) -> None:
-        """Send a hint, once for each kind, unless `Gang(hints=False)`."""
         if self._hints and kind not in self._hints_given:
             self._hints_given.add(kind)
             self.tell(journal.Noted(text=text, gang=self._name, is_hint=True))

@@ -1,16 +1,13 @@
 """Large calls, return values and submitted files, on their way between the driver and the ranks.
 
-A pickled value has parts: the pickle, and the memory of each large array and tensor (`pickler.put_apart`). A large
-call, or return value on the driver's machine, is a file with these parts, which the receiver maps: its writes stay
-private.
+A pickled value has parts: the pickle, and the memory of each large array and tensor (`pickler.put_apart`).
 
-A call's file is anonymous memory (`memfd_create`) of the driver or an agent, the keeper. The node's ranks map it
-through `/proc/PID/fd`. It lives while a process has it open or mapped.
+A large call is anonymous memory (`memfd_create`) of the driver or an agent, the keeper. The node's ranks map it through
+`/proc/PID/fd`, so that their writes stay private. It lives while a process has it open or mapped.
 
-A rank writes its return value to the driver's folder. The driver maps the file and deletes its name at once, so that no
-file remains, however the processes end.
-
-Return values from other machines, and submitted files, travel in pieces, which agents only relay.
+A rank on the driver's machine writes its return value to the driver's folder. The driver maps the file and deletes its
+name at once, so that no file remains, however the processes end. Other values, and submitted files, travel in pieces,
+which agents only relay.
 """
 
 from __future__ import annotations
@@ -28,9 +25,8 @@ from typing import IO, Self
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 
 PIECE_SIZE = 1 << 20
-"""Bytes that an agent relays in milliseconds, which delays other ranks and heartbeats only briefly."""
+"""Bytes. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
 SMALL_SIZE = 1 << 16
-"""Bytes of a pickled return value that a rank sends whole, within its report."""
 Segment = tuple[int, int]
 """Start of a part in a file, a multiple of the page size, and its size in bytes."""
 Bytes = bytes | memoryview
@@ -52,7 +48,6 @@ def write_parts(file: IO[bytes], parts: Sequence[Bytes]) -> tuple[Segment, ...]:
 
 
 def mapped(file: IO[bytes], segments: Sequence[Segment]) -> list[memoryview]:
-    """Writes to the mapped memory stay private to this process."""
     memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     return [memory[start : start + size] for start, size in segments]
 
@@ -133,12 +128,10 @@ class Piece:
 
 
 def cut(path: str, data: bytes) -> Iterator[Piece]:
-    """Yield at least one piece, also for an empty file."""
     return _cut(path, [data])
 
 
 def pieces_of_returned(parts: Sequence[Bytes], folder: Path | None) -> Iterator[Piece]:
-    """Yield a file's name if the driver's `folder` takes the value, else all its bytes."""
     written = None
     if folder is not None:
         with contextlib.suppress(OSError):  # for example, the disk is full

@@ -41,7 +41,7 @@ def _reduce_code(code: types.CodeType) -> tuple[Callable[..., types.CodeType], t
 
 
 def _code(file_name: str, *parts: Any) -> types.CodeType:
-    """Make a code object with its file name, which cloudpickle >= 3.1.3 omits, for tracebacks and debuggers."""
+    """Cloudpickle >= 3.1.3 omits the file name, which tracebacks and debuggers need."""
     return types.CodeType(*parts).replace(co_filename=file_name)
 
 
@@ -82,8 +82,6 @@ def dumps(value: Any) -> bytes:
 
 
 def put_apart(aside: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return pickle's `buffer_callback`: large buffers go to `aside`, others stay in the pickle."""
-
     def takes(buffer: pickle.PickleBuffer) -> bool:
         if (memory := buffer.raw()).nbytes < LARGE:
             return True
@@ -158,7 +156,6 @@ def _fill(cls: type, attributes: dict[str, Any]) -> None:
 
 
 def _class_of_driver(tracker_id: str, name: str) -> Any:
-    """If the class that this process has sent is gone, return `__main__`'s class of that name."""
     known = parts._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     return functools.reduce(getattr, name.split("."), import_module("__main__")) if known is None else known
 
@@ -199,7 +196,6 @@ def _fill_dispatcher(dispatcher: Any, registry: Mapping[type, Any]) -> None:
 
 
 def _reduce_exception(error: Any) -> Reduced:
-    """Pickle an exception with its traceback and causes, whatever its `__init__` demands."""
     classes = type(error).__mro__
     fields = {name: value for name in COMMON_FIELDS if (value := getattr(error, name, None)) is not None}
     if any("__reduce__" in vars(cls) or "__reduce_ex__" in vars(cls) for cls in classes if cls.__flags__ & HEAP_TYPE):

@@ -1,8 +1,7 @@
 """Pickles of the user's objects. Definitions of `__main__` are pickled by value, and the rank's `__main__` gets them.
 
 A class that is unpickled by value belongs to no module, but `all_gather_object`, `torch.save` and DataLoader workers
-need a name. So unpickled functions have the rank's `__main__` as their globals, which gets all definitions that a
-pickle reaches.
+need a name. So unpickled functions have the rank's `__main__` as their globals.
 
 Some objects of libraries, such as an `Accelerator`, hold the driver's world size of one. With a copy, each rank would
 train separately. Ranks get other objects in their place, or an error.
@@ -41,8 +40,7 @@ REFUSED = {
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
 }
-"""Classes whose objects ranks refuse, as no public call changes the driver's world size in them. A Lightning `Trainer`
-is refused later, when it trains."""
+"""Classes whose objects ranks refuse, as no public call changes the driver's world size in them."""
 
 
 def dumps(value: object, max_size: int | None = None, aside: list[memoryview] | None = None) -> bytes:
@@ -82,10 +80,6 @@ def definitions() -> dict[str, Any]:
 
 
 def spare_parts(max_size: int) -> Mapping[str, bytes]:
-    """Pickle each class of `__main__` by itself, for ranks that load files with its objects.
-
-    Classes of more than `max_size` bytes, and those that cannot be pickled, are left out.
-    """
     parts = {}
     for name, value in definitions().items():
         if isinstance(value, type):
@@ -137,7 +131,6 @@ class _Pickler(Pickler):
         return self._reduce_named(obj) if reduced is NotImplemented else reduced
 
     def reduce_class(self, cls: type) -> Reduced:
-        """Ranks that know the class get its present attributes."""
         make, args, attributes, *rest = class_by_value(cls)
         return make, args, self._by_name(attributes), *rest
 
@@ -146,11 +139,9 @@ class _Pickler(Pickler):
         return make, args, (state, slots | {"__globals__": self._by_name(slots["__globals__"])}), *rest
 
     def _by_name(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Put names in place of the interpreter's objects, since pickle itself copies lists and dicts."""
         return {name: self._interpreters.get(id(value), value) for name, value in values.items()}
 
     def _reduce_named(self, obj: Any) -> Any:
-        """Reduce by value what pickle would look up in `__main__`, which starts empty in a rank."""
         own: Any = type(obj)
         if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
             return NotImplemented

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 GpuKey = tuple[str, str]
-"""A GPU's UUID, else its host and its name on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +15,6 @@ class Node:
     host: str
     """Workers of one host share its cores, and GPUs of equal UUID (or name)."""
     num_cores: int
-    """Cores of the host, or of the container's limit."""
     gpus: tuple[str, ...]
     """As in the worker's `CUDA_VISIBLE_DEVICES`."""
     gpu_names: tuple[str, ...]
@@ -24,7 +22,6 @@ class Node:
     gpu_uuids: tuple[str, ...] = ()
     """UUIDs, also of MIG instances, in the order of `gpus`: "" if unknown, and none if all are."""
     interface: str | None
-    """Network interface that reaches the driver."""
     versions: dict[str, str]
     """Versions that must equal the driver's."""
 
@@ -61,19 +58,16 @@ class Place:
     world_size: int
     local_world_size: int
     group_rank: int
-    """Index of the rank's worker in the gang."""
     host_rank: int
     """Number on the host, from 0, across all workers there."""
     gpu: str | None
     visible_gpus: tuple[str, ...]
     num_threads: int
-    """The rank's share of the host's cores, at least 1."""
     gpu_uuid: str = ""
     """UUID of the GPU or MIG instance, or empty if unknown."""
 
     @property
     def device_index(self) -> int | None:
-        """Index of the rank's own GPU among those that it sees."""
         return None if self.gpu is None else self.visible_gpus.index(self.gpu)
 
 
@@ -90,7 +84,7 @@ def worker_order(address: str) -> list[tuple[int, str]]:
 def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
     """Return the number of ranks per worker that gives each rank its own GPU, or 1 without GPUs.
 
-    Workers of one host that see the same GPUs share them. ValueError: some workers have more GPUs than others.
+    Workers of one host that see the same GPUs share them. ValueError: some workers have more than others.
     """
     num_workers = Counter(host for host, _ in found.values())
     gpus: dict[str, set[str]] = defaultdict(set)
@@ -152,7 +146,6 @@ def place_ranks(
 
 
 def leave_out(nodes: Sequence[Node], faulty: Collection[GpuKey], ranks_per_worker: int) -> list[Node]:
-    """Leave out failed GPUs, unless the node has no other, or more ranks would share a GPU."""
     left = list(nodes)
     for gpu in faulty:
         fewer = [node.without([gpu]) for node in left]
@@ -180,7 +173,7 @@ def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[s
 
 
 def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[Place]]) -> str:
-    """Return nccl for "auto" if every rank has its own GPU, else gloo. ValueError: nccl was asked for and cannot be."""
+    """ValueError: nccl was asked for and cannot be."""
     lacking, shared, taken = [], [], set()
     for node, here in zip(nodes, places, strict=True):
         for place in here:

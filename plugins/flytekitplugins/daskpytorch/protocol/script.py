@@ -39,7 +39,6 @@ class Script:
         object.__setattr__(self, "__module__", Path(self.folder).name if self.folder is not None else "installed")
 
     def __call__(self) -> None:
-        """Run the program in this rank. SystemExit: it has ended with another exit code than 0."""
         copy = _place.script if self.file is not None else None
         if copy is not None and str(copy) != self.file:  # on another machine than the driver's
             root = copy.parents[len(Path(self.file or "").relative_to(self.folder or "").parts) - 1]
@@ -120,7 +119,7 @@ def _check(file: Path) -> None:
 @dataclass
 class _Place:
     is_rank: bool = False
-    """False in a process that is also the driver, as in debug mode."""
+    """False where the driver is the process, as in debug mode."""
     script: Path | None = None
     originals: Mapping[str, str] = field(default_factory=dict)
     """Copied source -> its path on the driver's machine."""
@@ -128,7 +127,6 @@ class _Place:
     """`sys.path[0]` of the newest program that this process has run."""
     modules: set[str] = field(default_factory=set)
     without_group: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """Context in which the process has no default process group until the program forms one."""
 
 
 _place = _Place()
@@ -137,7 +135,6 @@ _place = _Place()
 def set_place(
     script: Path | None, originals: Mapping[str, str], without_group: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Make this process a rank that has the driver's program at `script`, and runs programs in `without_group()`."""
     _place.is_rank, _place.script, _place.originals = True, script, originals
     _place.without_group = without_group
 
@@ -231,10 +228,6 @@ def _run_module(name: str, args: Sequence[object], folder: str) -> None:
 
 
 def _run(load: Callable[[], tuple[CodeType, ModuleType]], argv: Sequence[object], folder: str) -> None:
-    """Run the program of `load`, which is called with its `sys.argv` and `sys.path`, as `__main__`.
-
-    A process that is not a rank gets its own `__main__` back at the end.
-    """
     _forget()
     names = ("__main__", "__mp_main__")
     before = {name: sys.modules[name] for name in names if name in sys.modules}, sys.argv[:], sys.path[:]

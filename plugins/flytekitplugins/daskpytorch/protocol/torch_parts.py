@@ -54,7 +54,6 @@ def backend_on(group: Any, device: str) -> Any:
 
 
 def num_collectives(group: Any) -> int:
-    """Count the collectives that this rank has begun in a process group, including those of DDP."""
     return int(group._get_sequence_number_for_group())  # noqa: SLF001
 
 
@@ -80,7 +79,6 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def flight_records(*, has_nccl: bool) -> Iterator[bytes]:
-    """Yield the pickled records of gloo's flight recorder, and of NCCL's if the rank uses it."""
     from torch._C import _distributed_c10d
 
     c10d: Any = _distributed_c10d
@@ -124,7 +122,6 @@ def loader_iterator() -> Any:
 
 
 def sharded_classes() -> tuple[type, ...]:
-    """Leave out classes whose modules this process has not imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in SHARDED)
     return tuple(kind for kind in found if kind is not None)
 
@@ -141,7 +138,6 @@ def memory_snapshot() -> dict[str, Any]:
 
 
 def record_memory() -> None:
-    """Make torch record the Python line of each living allocation on a GPU. Initialises CUDA."""
     import torch
 
     torch.cuda.memory._record_memory_history("state", stacks="python")  # noqa: SLF001

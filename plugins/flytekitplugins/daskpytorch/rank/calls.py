@@ -50,7 +50,6 @@ class Server:
         failure_of: Callable[[BaseException, int], Failure],
         ending_forks: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`folder` is this rank's alone, for sources of later calls, and need not exist."""
         self._link = link
         self._folder = folder
         self.interrupter = Interrupter(link)
@@ -60,7 +59,6 @@ class Server:
         self._ending_forks = ending_forks
         self._orders: queue.SimpleQueue[CallOrder] = queue.SimpleQueue()
         self._present: dict[str, Any] = {}
-        """Content of `__main__` before the first call, which calls may not replace."""
         self._bound: set[str] = set()
         """Names of `__main__` that calls have bound to kept values."""
 
@@ -118,10 +116,6 @@ class Server:
         return None  # the call has ended by `sys.exit()`
 
     def _unpacked(self, parts: Sequence[memoryview]) -> Call:
-        """Note the names of `__main__` to which a call's pickle has bound values that this rank keeps.
-
-        A notebook's function that uses a reference as a global binds the reference's name.
-        """
         main = vars(sys.modules["__main__"])
         before = dict(main)
         call = unpack_call(parts[0], parts[1:], self._present)
@@ -158,10 +152,6 @@ def remember(source: str) -> None:
 
 
 def cell(source: str, kept: Mapping[str, Any]) -> str | None:
-    """Run a cell in `__main__`, where it sees the `kept` values by name.
-
-    Return its last expression's `repr`, if any.
-    """
     main = vars(sys.modules["__main__"])
     remember(source)
     tree = ast.parse(source, CELL)
@@ -180,7 +170,6 @@ def cell(source: str, kept: Mapping[str, Any]) -> str | None:
 # ---- The end of a call
 
 RETRY_WAIT = 0.01
-"""Seconds until the next interrupt of a main thread that was sending a message."""
 HALT_TIME = 0.3
 """Seconds to halt, before the main thread counts as waiting in a collective."""
 MAX_HALT = 30.0
@@ -196,7 +185,6 @@ class Interrupter:
         self._running: int | None = None
         self._last_ended = 0
         self._at: int | None = None
-        """Collective after which the rank leaves the call. None before the driver's answer."""
         self._counted: int | None = None
         self._has_halted, self._has_answer = threading.Event(), threading.Event()
 
@@ -235,7 +223,6 @@ class Interrupter:
             self.leave()
 
     def leave(self) -> None:
-        """Let interrupts have no effect until the next call."""
         self._running = None
         if sys.gettrace() == self._trace:
             sys.settrace(None)
@@ -296,7 +283,7 @@ def _is_in_backward() -> bool:
 
 
 def newest_collective() -> int:
-    """Return the number of the default group's newest collective. 0: unknown.
+    """Return the number of the default group's newest collective, 0 if unknown.
 
     The group's own counter also counts messages between two ranks, which need not be equal in all ranks.
     """

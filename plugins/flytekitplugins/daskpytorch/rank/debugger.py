@@ -52,7 +52,6 @@ class Prompt:
         """The driver ends the present call of a gang that stays: prompts end within a second."""
         self._pid = os.getpid()
         self.failure: Failure | None = None
-        """None: the rank is not held."""
         self._describe()
 
     def hold(self, error: BaseException, failure: Failure) -> None:
@@ -164,7 +163,6 @@ def explain(error: BaseException, rank: int) -> None:
 
 
 def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:
-    """Wait until an editor has attached to this rank's port, if it has one. `breakpoint()` then stops in the editor."""
     rank = order.place.rank
     if (port := order.job.debugging.ports.get(rank)) is None:
         return
@@ -198,7 +196,6 @@ class PseudoTerminal:
     """Served by the process of the attached terminal."""
 
     is_given_up = False
-    """The prompt was ended: no terminal was attached in time, or the driver ends the call."""
 
     def __init__(self, of: Prompt) -> None:
         self._prompt = of
@@ -209,9 +206,7 @@ class PseudoTerminal:
         self._is_drivers = False
         self._is_at_prompt = False
         self._is_read = False
-        """A terminal has shown the present prompt, which the next terminal gets anew."""
         self._since = 0.0
-        """When the prompt began or ended, or a terminal was last seen attached."""
         threading.Thread(target=self._serve, name="daskpytorch-terminal", daemon=True).start()
 
     @property
@@ -239,7 +234,6 @@ class PseudoTerminal:
                 os.close(descriptor)
 
     def leave(self) -> None:
-        """Detach the driver's terminal, as the next prompt may take long."""
         if self._is_drivers:
             self._hang_up()
 
@@ -276,7 +270,6 @@ class PseudoTerminal:
             self._attached, self._is_drivers, self._is_read = attaching, is_drivers, True
 
     def _heed(self, attached: socket.socket) -> None:
-        """Ctrl-C interrupts a rank at a prompt, and detaches the terminal of a running one."""
         key = b""
         with contextlib.suppress(OSError):
             key = attached.recv(1)
@@ -303,7 +296,6 @@ def _flush_output() -> None:
 
 
 def _wait_until_read(descriptor: int) -> None:
-    """Wait for at most `MAX_STALL` seconds."""
     deadline = time.monotonic() + MAX_STALL
     with contextlib.suppress(OSError):
         while any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:

@@ -1,8 +1,7 @@
 """Changes of libraries in a rank: Lightning, Accelerate and Transformers find the gang, and loaders end with the rank.
 
 On a machine without GPUs, Lightning's `Trainer()` and Accelerate assume a world of one rank: each rank would silently
-train a model of its own. So they count the gang's ranks, and Trainers that do not fit are refused. DataLoaders' workers
-ignore SIGTERM: only the rank ends them.
+train a model of its own. So they count the gang's ranks, and Trainers that do not fit are refused.
 
 Runs in a rank, when the libraries are imported, and in the loaders' workers.
 """
@@ -27,7 +26,6 @@ from wrapt import register_post_import_hook
 from flytekitplugins.daskpytorch.process import signals
 
 MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
-"""Oldest versions that passed the tests. This package's callback for a library may need a newer one."""
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 
 
@@ -89,12 +87,10 @@ def _count_over_host(module: ModuleType) -> None:
 
 
 def _count_ranks_as_devices(module: ModuleType) -> None:
-    """On a machine without GPUs, `devices="auto"` is one device per rank of the node."""
     module.CPUAccelerator.auto_device_count = staticmethod(_num_devices)
 
 
 def _check_trainers(module: ModuleType) -> None:
-    """`Trainer.fit` must use all ranks. Other methods may use one device, as for tests."""
     fit = module.Trainer.fit
 
     @functools.wraps(fit)
@@ -107,7 +103,6 @@ def _check_trainers(module: ModuleType) -> None:
 
 
 def _check_fabrics(module: ModuleType) -> None:
-    """A first `Fabric` must use all ranks. A later one may use a single device, as for evaluation."""
     begin = module.Fabric.__init__
     has_all_ranks = False
 
@@ -170,7 +165,6 @@ _preloaded = ["__main__"]
 """Modules that `multiprocessing`'s fork server imports ahead, at first Python's default."""
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 _iterating = threading.local()
-"""`pid`: process whose thread runs `DataLoader.__iter__`, which starts the workers."""
 
 
 def shield() -> None:
@@ -211,7 +205,6 @@ def shield() -> None:
 
 
 def _begin(given: Callable[[int], None] | None, worker: int) -> None:
-    """Runs in a DataLoader's worker, after torch has set signal handlers."""
     signals.leave_sigterm_to_parent()
     if given is not None:
         given(worker)

@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 INTERVAL = 0.2
 """Seconds that a log record of rank 0 waits at most. A killed rank loses its waiting records."""
 INTERVAL_OF_OTHERS = 1.0
-"""Seconds that another rank's log record waits at most, in a gang of up to 500 ranks, as no display shows it at
-once."""
 MAX_MESSAGES = 500
-"""Messages with log records per second from all ranks but rank 0 together."""
 MAX_WAITING = 1 << 10
 """Records at which the logging thread sends all itself, and so waits for the agent."""
 
@@ -50,17 +47,14 @@ def interval_of(rank: int, world_size: int) -> float:
 class Records:
     """Sends log records, and other reports that may wait, in groups, but the first after a pause at once.
 
-    A message costs time in rank, agent and driver. Code that runs between two steps finds cold caches and takes ten
-    times as long.
+    Code that sends between two steps finds cold caches and takes ten times as long.
     """
 
     def __init__(self, send: Callable[[], None], interval: float) -> None:
-        """`send` must call `take` and send the result."""
         self._send = send
         self._interval = interval
         self._waiting: deque[LogRecord | messages.Spent | messages.Noted] = deque()
         self._send_at = 0.0
-        """Monotonic time from which a new record is sent at once."""
         self._sender: threading.Thread | None = None
 
     def add(self, record: LogRecord | messages.Spent | messages.Noted) -> None:
@@ -102,7 +96,6 @@ class GangLink(Link):
         self.progress = Progress()
         self.ledger = Ledger()
         self.observers = RankObservers()
-        """Only rank 0 has observers."""
         self._observers_lock = threading.RLock()
         """Metrics of evaluations arrive in another thread than the function's."""
         self.folder: Callable[[], object] | None = None
@@ -120,7 +113,6 @@ class GangLink(Link):
         self._hinted: set[str] = set()
         self.has_delivered = False
         self.has_failed = False
-        """The rank has failed by itself, not by another rank's end. Then its main thread ends the process."""
         self.has_reported = False
         self.has_closed_observers = threading.Event()
         self._gives_hints = job.settings.hints
@@ -144,7 +136,6 @@ class GangLink(Link):
             self.hint(usage.of_loss(record))
 
     def show(self, record: LogRecord) -> None:
-        """The driver has the record already, such as one of an evaluation."""
         with self._observers_lock:
             self.observers.call("on_log", record)
 
@@ -158,7 +149,6 @@ class GangLink(Link):
                 self._send_piece(piece)
 
     def results_folder(self) -> Any:
-        """Return the Flyte task's folder for submitted files, and make the driver create it."""
         if self.folder is None:
             return None
         self.submit("", b"")
@@ -178,7 +168,6 @@ class GangLink(Link):
     # ---- reports
 
     def send(self, report: messages.ShortReport) -> None:
-        """Ignore a failed send, as a rank without an agent ends soon."""
         data = pickle.dumps(report)  # no objects of the user's but plain values and bytes
         self.has_delivered |= isinstance(report, messages.Returned)
         with contextlib.suppress(OSError):
@@ -221,10 +210,6 @@ class GangLink(Link):
             self.records.add(messages.Spent(self.ledger.seconds(), step))
 
     def send_returned(self, value: Any) -> bytes | None:
-        """Send the return value, or return its pickle, unsent, if that is small.
-
-        More than 64 KiB go as a file if the driver can open the file and the disk has room, otherwise in pieces.
-        """
         parts = pickled(value)
         if len(parts) == 1 and len(parts[0]) <= payload.SMALL_SIZE:
             return bytes(parts[0])
@@ -260,11 +245,9 @@ class GangLink(Link):
         return answer
 
     def answer(self, question: Question, number: int = 0) -> Future[Answer]:
-        """Return a future of an answer, which need not have been asked for."""
         return self._answers.setdefault((question, number), Future())
 
     def take(self, answer: Answer) -> None:
-        """Ignore repeated answers."""
         future = self.answer(answer.question, answer.number)
         if not future.done():  # another rank of this node has asked, too
             future.set_result(answer)
@@ -278,7 +261,6 @@ def _fall_silent(link: GangLink | None) -> None:
 # ---- Return values for the driver, which has no GPU and no process group
 
 MAX_DEPTH = 2
-"""Depth of containers in which models are unwrapped: the tuple of outputs, then a list or dict."""
 
 
 def unwrapped(value: Any) -> Any:

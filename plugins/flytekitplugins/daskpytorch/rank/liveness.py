@@ -81,7 +81,6 @@ HOOK = 0x6461736B
 
 
 def recall() -> Recalled | None:
-    """Return this rank's newest collectives, or None if the flight recorder cannot be read. Safe in any thread."""
     try:
         groups = [name for group in torch_parts.groups() for name in _names_of(group)]
         has_nccl = any("nccl" in group for group in groups)
@@ -145,11 +144,10 @@ def _found() -> Callable[[object], Callable[[], None]] | None:
 
 _HANDLER = ctypes.CFUNCTYPE(None)
 _handler: object = None
-_set_terminate = _found()  # once for all ranks of a fork server
+_set_terminate = _found()
 
 
 def _names_of(group: Any) -> list[str]:
-    """Return a name for each backend of a group, as each numbers its collectives by itself."""
     return [_name(group.group_name, group.group_desc, backend) for backend in torch_parts.names_of_backends(group)]
 
 

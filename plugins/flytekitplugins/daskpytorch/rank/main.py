@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 
 FLUSH_SHARE = 0.6
-"""Share of a stopped rank's grace period for its newest checkpoint."""
 
 
 def main(channel: Connection) -> int:
@@ -115,7 +114,6 @@ def _explained(
     *,
     is_final: bool = False,
 ) -> Failure:
-    """Add notes for the user to a failure's report. With `prompt`, first hold the rank if the gang wants that."""
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     sources.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
@@ -135,10 +133,6 @@ def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger
 
 
 def _obey(channel: Connection, session: Session, link: GangLink) -> None:
-    """Follow orders in a thread until the order to quit, then end this process.
-
-    A rank that has failed by itself ends by its main thread, unless exit functions take longer than `EXIT_TIME`.
-    """
     order: messages.Order
     try:
         while not isinstance(order := channel.recv(), messages.Quit):
@@ -174,7 +168,6 @@ def _ending_forks() -> Iterator[None]:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    """End a forked process without the rank's exit functions, as `multiprocessing` ends its children."""
     code: object = None
     if isinstance(error, SystemExit):
         code = error.code
@@ -238,7 +231,6 @@ def _take_sound_device(order: RankOrder, check: GpuCheck) -> torch.device | None
 
 
 def _take_device(order: RankOrder) -> torch.device | None:
-    """Return the device of GPU collectives, if any."""
     index = order.place.device_index
     has_own = order.job.backend == "nccl"
     if index is None or not (has_own or index):  # CUDA stays uninitialised if possible, as a fork cannot use it after
@@ -254,11 +246,7 @@ def _take_device(order: RankOrder) -> torch.device | None:
 
 
 def stay_beside(device: int, system: Path = Path("/sys")) -> None:
-    """Run this thread, and those that it starts, on the cores of the GPU's NUMA node.
-
-    Linux takes a memory page from the node of the core that first writes to it. Hosts with one NUMA node, and GPUs
-    whose node is unknown, keep the old binding.
-    """
+    """Run this thread, and those that it starts, on the cores of the GPU's NUMA node, which Linux takes memory from."""
     if sum(1 for _ in system.glob("devices/system/node/node[0-9]*")) < 2:
         return
     try:
@@ -271,7 +259,6 @@ def stay_beside(device: int, system: Path = Path("/sys")) -> None:
 
 
 def _address(device: int) -> str:
-    """Return a PCI address as the kernel writes it, such as 0000:3b:00.0."""
     import torch
 
     found: Any = torch.cuda.get_device_properties(device)
@@ -279,7 +266,6 @@ def _address(device: int) -> str:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Return 0, 1, 2 and 8 for "0-2,8"."""
     ends = [part.split("-") for part in ranges.strip().split(",") if part]
     return {number for first, *last in ends for number in range(int(first), int((last or [first])[0]) + 1)}
 
@@ -313,7 +299,6 @@ def _payload(order: RankOrder, returned: Any, host: RankHost | None, link: GangL
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    """Storing may succeed later, unless the file to be stored is missing."""
     kinds = {kind.__name__ for kind in type(error).__mro__}  # flytekit's, which need not be imported here
     is_missing = isinstance(error.__cause__ or error, FileNotFoundError)  # the file to be stored
     return (isinstance(error, OSError) or "FlyteUploadDataException" in kinds) and not is_missing

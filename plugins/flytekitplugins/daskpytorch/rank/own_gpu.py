@@ -1,12 +1,10 @@
 """This rank's GPU: what NVML says of it, the check before the gang uses it, and what holds its memory.
 
-Runs in the rank. Only this file imports `pynvml`, by which it asks NVML, the GPU driver's library. A container without
-the driver capability `utility` lacks the library: NVML then knows no GPU.
+Runs in the rank. Only this file imports `pynvml`. A container without the driver capability `utility` lacks NVML's
+library: NVML then knows no GPU.
 
 The check runs before the process group forms: NVML's answers, a small kernel, the user's function. A GPU that does not
-pass raises `GpuFaultError`. The gang then starts again without it if `min_workers` and the other GPUs allow that.
-
-After a CUDA out-of-memory error, torch's snapshot and NVML say what holds the memory.
+pass raises `GpuFaultError`, and counts as a lost worker.
 """
 
 from __future__ import annotations
@@ -46,17 +44,14 @@ class NvmlError(Exception):
 
 
 def find_gpu(uuid: str) -> Gpu | None:
-    """Return a GPU or MIG instance, or None if NVML is not installed or does not know it.
-
-    The prefix `GPU-` is optional.
-    """
+    """Return a GPU or MIG instance (the prefix `GPU-` is optional), or None if NVML does not know it or is missing."""
     _begin(os.getpid())
     handle = _ask("nvmlDeviceGetHandleByUUID", uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
     return None if handle is None else Gpu(handle)
 
 
 def usage(uuid: str) -> tuple[int | None, float | None]:
-    """Return a GPU's memory in use, in bytes, and the share of time (0 to 1) with work lately. None: unknown."""
+    """Return bytes in use, and the share of time (0 to 1) with work lately. None: unknown."""
     with contextlib.suppress(NvmlError):
         if (found := find_gpu(uuid)) is not None:
             used, _ = found.memory() or (None, None)
@@ -65,41 +60,35 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
 
 
 class Gpu:
-    """One GPU or MIG instance, which has its own memory and processes, and all else from its GPU."""
+    """A GPU or MIG instance, which has its own memory and processes, and all else from its GPU."""
 
     def __init__(self, handle: Any) -> None:
         self._own = handle
         self._whole = _ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
 
     def memory(self) -> tuple[int, int] | None:
-        """Return the bytes in use and in all."""
         memory = _ask("nvmlDeviceGetMemoryInfo", self._own)
         return None if memory is None else (memory.used, memory.total)
 
     def utilization(self) -> float | None:
-        """Return the share of time with work lately, from 0 to 1."""
         rates = _ask("nvmlDeviceGetUtilizationRates", self._own)
         return None if rates is None else rates.gpu / 100
 
     def processes(self) -> dict[int, int]:
-        """Return each process's bytes (0: unknown), without processes outside the container."""
         found = _ask("nvmlDeviceGetComputeRunningProcesses", self._own) or []
         return {process.pid: process.usedGpuMemory or 0 for process in found}
 
     def ecc_errors(self) -> int:
-        """Return the uncorrectable errors since the driver was loaded or the GPU was reset."""
         import pynvml
 
         what = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         return _ask("nvmlDeviceGetTotalEccErrors", self._whole, *what) or 0
 
     def remapping(self) -> tuple[bool, bool]:
-        """Return whether a row of memory waits to be remapped at a reset, and whether one could not be remapped."""
         _, _, is_pending, has_failed = _ask("nvmlDeviceGetRemappedRows", self._whole) or (0, 0, 0, 0)
         return bool(is_pending), bool(has_failed)
 
     def recovery(self) -> int:
-        """Return the `NVML_GPU_RECOVERY_ACTION_...` that the driver asks for. 0: none, or unknown."""
         import pynvml
 
         fields = [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
@@ -109,12 +98,11 @@ class Gpu:
 
 @functools.lru_cache(maxsize=1)
 def _begin(pid: int) -> None:  # noqa: ARG001 - a forked child initialises NVML again
-    """Once for a process, as the initialisation takes long for a sample each two seconds."""
+    """A forked child initialises NVML again."""
     _ask("nvmlInit")
 
 
 def _ask(name: str, *arguments: Any) -> Any:
-    """Call NVML. None if driver, GPU or user may not have what was asked for."""
     import pynvml
 
     try:
@@ -149,7 +137,6 @@ MAX_SHARE_OF_OTHERS = 0.5
 RANK_NAME = re.compile(r"rank \d+/")
 """As `main` names each rank's process."""
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
-"""Actions that NVML recommends. Any other action: a reset after all work has left the GPU."""
 NUM_NUMBERS = 1 << 18
 """1 MiB, enough for each part of a large GPU to compute some."""
 THREAD = "daskpytorch-gpu-check"
@@ -157,8 +144,6 @@ THREAD = "daskpytorch-gpu-check"
 
 
 class GpuCheck:
-    """Does nothing in a rank without a GPU, or with `Gang(gpu_check="off")`."""
-
     def __init__(self, order: RankOrder) -> None:
         """In a thread, beside the imports of the user's modules."""
         self._place, self._function = order.place, order.job.gpu_check
@@ -178,10 +163,6 @@ class GpuCheck:
             raise _fault("; ".join(found))
 
     def compute(self, device: torch.device | None) -> None:
-        """Run a small kernel, unless the gang leaves CUDA uninitialised, then the user's function.
-
-        Raises `GpuFaultError`.
-        """
         if not self._is_on:
             return
         if device is not None:
@@ -213,7 +194,6 @@ def _fault(found: str) -> GpuFaultError:
 
 
 def faults_of(uuid: str) -> list[str]:
-    """Return a GPU's faults in words. Empty without NVML."""
     if not _look(uuid):
         return []
     time.sleep(PAUSE)
@@ -250,10 +230,6 @@ def read_faults(gpu: Gpu) -> Iterator[str]:
 
 
 def _strangers(pids: Iterable[int]) -> list[int]:
-    """Neither ranks nor this rank's ancestors, such as a Dask worker.
-
-    NVML may list other containers' process IDs, which do not exist here.
-    """
     own = {process.pid for process in psutil.Process().parents()}
     found = []
     for pid in sorted(set(pids) - own - {os.getpid()}):
@@ -267,7 +243,6 @@ def _strangers(pids: Iterable[int]) -> list[int]:
 
 
 def fault_of_kernel(device: torch.device) -> str:
-    """Return "" for a sound device, else the fault in words."""
     import numpy as np
     import torch
 
@@ -304,7 +279,6 @@ DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
 
 
 def record(order: RankOrder) -> None:
-    """Initialises CUDA if the user asks for the lines of allocations."""
     if order.place.gpu is not None and os.environ.get(HISTORY_VARIABLE) == "1":
         with optional(f"Recording the lines of allocations ({HISTORY_VARIABLE})"):
             torch_parts.record_memory()
@@ -313,10 +287,7 @@ def record(order: RankOrder) -> None:
 def explain(
     error: BaseException, order: RankOrder, submit: Callable[[str, bytes], None], call: int | None = None
 ) -> None:
-    """Add what holds the GPU's memory to a CUDA out-of-memory error, and submit torch's snapshot.
-
-    `call`: number of a staying gang's call.
-    """
+    """`call`: number of a staying gang's call."""
     if (cause := _out_of_memory(error)) is None:
         return
     place = order.place
@@ -373,7 +344,6 @@ def describe(snapshot: Mapping[str, Any], device: int) -> Iterator[str]:
 
 
 def _line_of(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return the user's innermost line in a stack, whose first frame is the innermost."""
     for frame in frames:
         file = str(frame.get("filename", ""))
         if file.endswith(".py") and not NOT_THE_USERS.match(file):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 OTHER_FILES = 512
-"""Open files of rank 0 besides connections to its rendezvous store. Half of the usual limit."""
 ON_GPUS = "cpu:gloo,cuda:nccl"
 """Backends with `Gang(backend="nccl")`. Collectives of objects and asynchronous checkpoints need gloo."""
 
@@ -40,18 +39,15 @@ class _Membership:
     take_device: Callable[[], torch.device | None] | None
     """Returns the device of GPU collectives. None once it was called."""
     listener: int | None
-    """Descriptor of the rendezvous store's socket, if this process serves the store."""
     on_formed: Callable[[], object]
     backend: str
     pid: int = field(default_factory=os.getpid)
     num_groups: int = 0
     """Prefix of the next group's keys in the rendezvous store, where an earlier group's values would mislead."""
     is_in: bool = False
-    """The gang's rendezvous formed the newest default process group, not the user's own."""
 
     @functools.cached_property
     def store(self) -> Store:
-        """A rank that forms no group waits for no other rank's store."""
         return _store(self.job, self.listener, self.place.world_size)
 
 
@@ -86,7 +82,6 @@ def install() -> None:
 
 
 def before_destruction(finish: Callable[[], object]) -> None:
-    """`destroy_process_group()` first calls this function, which waits for what uses the gang's groups."""
     global _finish
     _finish = finish
 
@@ -143,11 +138,6 @@ def expect(
     listener: int | None = None,
     on_formed: Callable[[], object] = bool,  # does nothing
 ) -> None:
-    """Make this process a rank, whose group `join` or the user's `init_process_group` forms.
-
-    `take_device` returns the device of GPU collectives. `listener` is the socket's descriptor on the rank that serves
-    the rendezvous store.
-    """
     global _membership
     backend = ON_GPUS if job.backend == "nccl" else job.backend
     _membership = _Membership(place, job, take_device, listener, on_formed, backend)
@@ -157,7 +147,6 @@ def meet(*, is_script: bool = False) -> torch.device | None:
     """Take the rank's device, and serve the rendezvous store if this rank does. Form no process group.
 
     A script forms the group itself, and may replace this process by `os.exec*`: another process serves the store.
-    Returns the device of GPU collectives, at the first call.
     """
     member = _membership
     if member is None or member.take_device is None:
@@ -180,10 +169,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Hide the gang's process group while a program forms its own, as under torchrun.
-
-    It is there again afterwards, unless the program has left or destroyed a default process group.
-    """
+    """Hide the gang's process group while a program forms its own, as under torchrun."""
     from torch import distributed
 
     group = distributed.group.WORLD
@@ -199,7 +185,6 @@ def set_aside() -> Iterator[None]:
 
 
 def leave() -> None:
-    """Later calls of `init_process_group` are plain torch's."""
     from torch import distributed
 
     global _membership
@@ -314,12 +299,10 @@ def _takes_listener_by_libuv() -> bool:
 
 
 def has_read_nccls_variables() -> bool:
-    """Return True if NCCL formed the default process group, and no second one was formed later with new variables."""
     return _membership is not None and _membership.backend == ON_GPUS and _membership.num_groups == 1
 
 
 def num_collectives() -> int:
-    """Return the default process group's collectives so far. 0 if the user has destroyed the group."""
     from torch import distributed
 
     try:
@@ -329,7 +312,6 @@ def num_collectives() -> int:
 
 
 def num_exchanges() -> int | None:
-    """Return the collectives in all of this rank's process groups. None without a group."""
     try:
         groups = torch_parts.groups()
         return sum(map(torch_parts.num_collectives, groups)) if groups else None

@@ -33,9 +33,9 @@ class QuickFiles:
         self._store = store
 
     def open(self, path: str, mode: str) -> Any:
-        """Open a new object for writing. It appears at the end of the context, and never after an error.
+        """Open a new object for writing, which appears at the end of the context, never after an error.
 
-        The file keeps the objects that `write` receives until they are sent, so their memory must not change.
+        The memory that `write` receives must not change until it is sent.
         """
         import obstore
 
@@ -76,7 +76,6 @@ def _opened(files: Any, bucket: str) -> QuickFiles:
 def open_store(
     bucket: str, client: Any, credentials: Callable[[], Any] | None, timeouts: Mapping[str, Any], num_retries: int
 ) -> Any:
-    """`client` is botocore's. `credentials` returns what `for_obstore` does, or is None for unsigned requests."""
     from obstore.store import S3Store
 
     global _first_used_in

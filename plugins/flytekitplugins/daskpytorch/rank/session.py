@@ -45,7 +45,6 @@ class Session:
         self._read_so_far = system.read_so_far()
         self.prompt: Prompt | None = None
         self.server: Server | None = None
-        """None in a gang of one call."""
         self.checkpoint = RankCheckpoint(order, link)
         self.rank = RankContext(
             rank=place.rank,
@@ -166,7 +165,6 @@ class Session:
 
 
 def completed(returned: Any) -> Any:
-    """Run a coroutine that the call has returned to its end."""
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
@@ -193,7 +191,6 @@ LOOK_INTERVAL = 0.1
 
 
 def leaves_early(link: GangLink) -> bool:
-    """Return True once this program has ended with its threads and children, False once all functions have returned."""
     while program_end.has_work():
         if link.ended.wait(LOOK_INTERVAL):
             return False

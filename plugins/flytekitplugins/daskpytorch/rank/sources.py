@@ -28,8 +28,8 @@ from flytekitplugins.daskpytorch.protocol.script import attributes_of
 def import_first_from(sources: Sources) -> None:
     """Make imports look first in the folders of the user's sources.
 
-    If these are copies of the driver's files, warnings, stacks and tracebacks name the driver's files. `__file__` is
-    the copy's path, so that the program finds neighbouring files.
+    For copies of the driver's files, warnings and tracebacks name the driver's files. `__file__` is the copy's path, so
+    that the program finds neighbouring files.
     """
     sys.path[:] = [*sources.folders, *(folder for folder in sys.path if folder not in sources.folders)]
     if not sources.originals:
@@ -48,7 +48,6 @@ def import_first_from(sources: Sources) -> None:
 
 
 def _renew_packages(folder: Path) -> None:
-    """Look first in the newest copies of the project's sources, for submodules and reloads."""
     for module in list(sys.modules.values()) if _copies else ():
         paths = attributes_of(module).get("__path__")
         if isinstance(paths, list):
@@ -98,7 +97,6 @@ class _Copied(SourceFileLoader):
 
 
 def _remember(path: str, data: bytes) -> None:
-    """Make tracebacks show this text, whatever file this host has at the path."""
     text = data.decode(errors="replace")
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
 
@@ -133,8 +131,6 @@ def set_up_program(program: Program, script: Path | None) -> None:
 
 @dataclass(frozen=True)
 class _SpareParts:
-    """`__getattr__` of a rank's `__main__`: unpickles a class at the first lookup of its name."""
-
     parts: Mapping[str, bytes]
 
     def __call__(self, name: str) -> Any:

@@ -38,7 +38,6 @@ INTERVAL = 2.0
 """Minimum seconds between two samples."""
 END_TIMEOUT = 10.0
 MAX_SAMPLES = 200
-"""Samples per second from all ranks together."""
 
 
 @dataclass(slots=True)
@@ -46,12 +45,9 @@ class _Page:
     """State of a `Ledger`. Each entry creates a new page, so that other threads read consistent values."""
 
     part: str
-    """Part that the time since the newest entry counts under. `open`: a later entry decides."""
     since: float
     seconds: dict[str, float]
     has_begun: bool
-    """The first batch has come or the first step is over: open time then counts as `stepping`, before as
-    `preparing`."""
 
     def until(self, now: float) -> dict[str, float]:
         return {**self.seconds, self.part: self.seconds[self.part] + now - self.since}
@@ -60,8 +56,7 @@ class _Page:
 class Ledger:
     """Account of one thread's time, by parts such as stepping and saving. An entry takes one or two microseconds.
 
-    Preparing lasts until the first batch, or the first step's end. Of nested parts, the outer one counts: the wait for
-    an evaluation's batches is evaluation.
+    Of nested parts, the outer one counts: the wait for an evaluation's batches is evaluation.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +64,6 @@ class Ledger:
         self.begin()
 
     def begin(self) -> None:
-        """Count the time of the calling thread from now on."""
         self._owner = threading.get_ident()
         self.num_steps = 0
         parts = ("preparing", "stepping", "data", "evaluation", "saving", "waiting", "open")
@@ -80,13 +74,11 @@ class Ledger:
         self.mark()
 
     def mark(self) -> None:
-        """End the current step. Open time counts as `stepping`, or as `preparing` before the first batch or step."""
         if self._is_open():
             self._turn_to("open", ends_step=True)
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """Count the block's time under this part, unless the block is within another part or another thread."""
         if not self._is_open():
             yield
             return
@@ -97,7 +89,6 @@ class Ledger:
             self._turn_to("open", ends_step=part == "data" and not self._page.has_begun)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by part so far. Open time counts as in `mark`."""
         page = self._page
         seconds = page.until(self._clock())
         seconds["stepping" if page.has_begun else "preparing"] += seconds.pop("open")
@@ -165,7 +156,6 @@ class Gauge:
         self._read_at, self._used = time.monotonic(), time.process_time()
 
     def read(self) -> RankUsage:
-        """The sample's processor use is the mean since the previous sample."""
         before, self._read_at = self._read_at, time.monotonic()
         used_before, self._used = self._used, time.process_time()
         memory, utilization = _of_gpu(self._gpu, self._gpu_uuid)
@@ -182,10 +172,7 @@ class Gauge:
 
     @contextlib.contextmanager
     def reporting(self, world_size: int, send: Callable[[RankUsage], None]) -> Iterator[None]:
-        """Send usage samples in a thread, in large gangs fewer.
-
-        A final sample counts all steps, if any was sent before.
-        """
+        """Send usage samples in a thread, in large gangs fewer."""
         every = max(1, round(world_size / MAX_SAMPLES / INTERVAL))
         has_returned, is_over = threading.Event(), threading.Event()
 
@@ -264,7 +251,6 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
 
 
 def of_variables(late: Sequence[str]) -> Noted | None:
-    """Return a hint about variables that torch or a library had read before the user's code set them."""
     if not late:
         return None
     return Noted(
@@ -285,7 +271,6 @@ def watching_samplers(ledger: Ledger, tell: Callable[[Noted], object]) -> Iterat
 
     begin, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
     trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-    """Sampler -> its `epoch` in the newest pass in which an optimizer made a step."""
     has_epochs: WeakSet[Any] = WeakSet()
 
     def begin_noted(sampler: DistributedSampler[Any]) -> Iterator[int]:
@@ -319,19 +304,14 @@ def watching_samplers(ledger: Ledger, tell: Callable[[Noted], object]) -> Iterat
 
 @dataclass
 class Profiler:
-    """Records this rank's steps. A failure is shown to the user, and does not end the training."""
-
     rank: int
     scratch: Path
     submit: Callable[[str, bytes], None]
-    """Sends a result file: its path in the results folder, and its content."""
     note: Callable[[str], None]
     _profile: profile | None = field(default=None, init=False)
-    """None before `watching`, after the trace and after a failure."""
 
     @contextlib.contextmanager
     def watching(self, asked: Profile | None) -> Iterator[None]:
-        """Trace the chosen steps in the block, if this rank is chosen. A short block gives a short trace."""
         if asked is None or self.rank not in asked.ranks:
             yield
             return

@@ -29,7 +29,6 @@ MAX_EVENTS = 300
 """The first 150 and the last 150 if there are more."""
 MAX_TEXT = 300
 MAX_DETAIL = 1_000
-"""Counted from the detail's end."""
 MAX_SPANS = 400
 NUM_TICKS = 5
 NARROW = 4.0
@@ -144,7 +143,6 @@ def _summary(name: str, points: Points, x_label: str, best: tuple[float, float] 
 
 
 def _values(curves: Mapping[str, Points], x_label: str) -> str:
-    """Return an HTML table of the curves' values at a selection of x, always with the first and the last x."""
     by_x = {name: dict(points) for name, points in curves.items()}
     every = sorted({x for points in by_x.values() for x in points})
     rare = sorted({x for points in by_x.values() if len(points) <= NUM_ROWS for x in points})
@@ -165,7 +163,6 @@ def _short(value: float) -> float | int:
 
 
 def _json(data: object) -> str:
-    """Return JSON in which no text can end the HTML script element around the JSON."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -193,9 +190,7 @@ class Curve:
         self._max_buckets = max(1, ((max_points or MAX_POINTS) - 1) // 2)
         self._buckets: list[list[Point]] = []
         self._size = 1
-        """Number of added points that share a bucket, of which the curve keeps two."""
         self._room = 0
-        """Number of points that can still be added to the last bucket."""
         self._newest: Point | None = None
 
     def add(self, point: Point) -> None:

@@ -321,7 +321,6 @@ def _figure(name: str, value: object) -> str:
 
 
 def cells_table(header: Sequence[str], cells: Sequence[Sequence[str]], class_: str = "") -> str:
-    """Return a table without the shared style. The cells are HTML already."""
     columns = list(zip(*cells, strict=True)) if cells else []
     numeric = [any(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in columns]
     kinds = ["dpt-num" if is_number else "" for is_number in numeric] or [""] * len(header)
@@ -347,7 +346,6 @@ def _largest(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def element(tag: str, content: str = "", class_: str = "", **attributes: object) -> str:
-    """Return an HTML element around `content`, which is HTML already. Attributes are escaped, and None is left out."""
     named = {"class": class_ or None, **{name.rstrip("_").replace("_", "-"): at for name, at in attributes.items()}}
     written = "".join(f' {name}="{_clean(at)}"' for name, at in named.items() if at is not None)
     return f"<{tag}{written}>{content}</{tag}>"
@@ -374,7 +372,6 @@ def brief(value: float) -> str:
 
 
 def name_of(text: str) -> str:
-    """Return a metric's name in one line of at most 60 characters, not yet escaped for HTML."""
     return one_line(text, MAX_NAME)
 
 
@@ -385,7 +382,6 @@ def whole(piece: str) -> str:
 
 @functools.cache
 def shared() -> str:
-    """Return the style and the script that all pieces of a page need, as HTML."""
     assets = files_of(__package__) / "assets"
     styles, plot, ours = (
         (assets / name).read_text(encoding="utf-8") for name in ("report.css", "uPlot.iife.min.js", "report.js")

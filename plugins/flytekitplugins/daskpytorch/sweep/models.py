@@ -71,10 +71,8 @@ class ModelFutures(Futures[ModelFuture]):
         self._allotment = Allotment(sweep.cluster.workers)
         missing = [model for model in models if not sweep.is_over(model)]
         self._waiting = sorted(missing, key=lambda model: -model.num_workers)
-        """Largest first. Models whose experiment the study has yet to suggest come last."""
         self._preempted: str | None = None
         self._enough_at = time.monotonic()
-        """Last time (monotonic clock, seconds) at which the cluster had enough workers for each waiting model."""
         for model in models:
             cancel = functools.partial(self._cancel, model)
             model.future = ModelFuture(model.index, model.experiment, model.state, cancel, self._end_all)
@@ -185,7 +183,6 @@ class ModelFutures(Futures[ModelFuture]):
         return any(has_cancelled)
 
     def preempt(self, reason: str) -> None:
-        """Start no more models. Running gangs receive the preemption notice themselves."""
         self._preempted = reason
 
     def _wait(self, timeout: float | None) -> None:

@@ -29,7 +29,6 @@ from flytekitplugins.daskpytorch.records import LogRecord
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
 RETRY_AFTER = (1.0, 2.0, 4.0)
-"""Seconds before each retry to write a model's result."""
 NUM_READERS = 16
 MAX_COMPARED = 1 << 16
 """Bytes of a pickled argument of a partial function. A repeated `dispatch.map` does not compare larger arguments."""

@@ -64,7 +64,6 @@ class Sweep:
     code: Code = field(default_factory=pack_code)
     runs: RunSettings | None = field(init=False)
     trials: Trials | None = field(init=False)
-    """None without early stopping and search."""
 
     def __post_init__(self) -> None:
         asked = self.experiments if isinstance(self.experiments, Search) else self.stop_early
@@ -84,10 +83,6 @@ class Sweep:
         return self.experiments.num_models if isinstance(self.experiments, Search) else len(self.experiments)
 
     def model(self, index: int, kept: KeptModel | None) -> Model:
-        """Return a new model, whose experiment comes from the list or, in a search, from storage.
-
-        Raises `ValueError` if the stored model belongs to a list, but this sweep is a search.
-        """
         experiment = self.known[index] if self.known is not None else kept and kept.experiment
         model = Model(index=index, experiment=experiment, line=self.board.line(index, experiment), kept=kept)
         if self.storage is not None:
@@ -130,7 +125,6 @@ class Sweep:
             self.note_progress(model, model.storage)
 
     def note_progress(self, model: Model, storage: ModelStorage) -> None:
-        """Write a model's experiment and records to storage. A failure is reported, but not raised."""
         try:
             storage.note_progress()
         except Exception as error:  # a store's client may raise anything, and the next checkpoint writes again
@@ -140,10 +134,6 @@ class Sweep:
             )
 
     def prepare(self, model: Model, experiment: Any) -> None:
-        """Set a model's experiment and workers, and check that both can be used.
-
-        Raises as `size`, and `TypeError` if the function or the experiment cannot be pickled.
-        """
         model.experiment = experiment
         model.num_workers = self.size(model.index, experiment)
         pack_call(self.function, (experiment,), {}, [])  # without a copy of large arrays
@@ -219,12 +209,10 @@ def _fit(settings: Gang, num_workers: int) -> Gang:
 
 Status = Literal["training", "failed", "finished", "stopped early", "cancelled", "waiting"]
 STATUSES = get_args(Status)
-"""In the order in which displays list them."""
 STATUS_OF: Mapping[str, Status] = {"done": "finished", "stopped early": "stopped early", "cancelled": "cancelled"}
 """By the word of a gang's end. Other ends: failed."""
 MAX_SHOWN = 100
 COUNT_INTERVAL = 5.0
-"""Minimum number of seconds between two lines with the number of ended models."""
 MAX_LABEL = 48
 MAX_ROWS = 100
 
@@ -280,7 +268,6 @@ class Model:
     state: RunState = field(init=False)
     future: ModelFuture = field(init=False)
     gang: GangFutures | None = None
-    """None before and after the training."""
 
     def __post_init__(self) -> None:
         self.state = RunState(before=self.kept.records if self.kept is not None else ())
@@ -293,7 +280,6 @@ class Model:
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
-    """Return a future's error, `CancelledError` included, or None if the future has a result."""
     try:
         return future.exception()
     except BaseException as error:  # the future was cancelled
@@ -309,7 +295,6 @@ def status_of(error: BaseException | None) -> Status:
 
 class SweepDisplay:
     def __init__(self, num_models: int, console: Console | None = None, *, is_quiet: bool = False) -> None:
-        """`is_quiet`: only outputs, notes and errors are written, because a notebook's table shows the rest."""
         self._board = Board(console, is_quiet=is_quiet)
         self._num_models = num_models
         self._ended: dict[int, Status] = {}
@@ -327,7 +312,6 @@ class SweepDisplay:
         self._tell_count(f"before, as {where} has it")
 
     def count(self, index: int, error: BaseException | None) -> None:
-        """Count a model as ended. Write the count from time to time, and after the last model."""
         with self._lock:
             if index in self._ended:
                 return
@@ -365,7 +349,6 @@ def rows_of(models: Iterable[ModelFuture]) -> list[dict[str, Any]]:
 
 
 def counted(models: Sequence[ModelFuture]) -> str:
-    """Return, for example, `8 models: 2 training, 5 finished, 1 waiting`."""
     each = _in_words(model.status for model in models)
     return f"{count(len(models), 'model')}{each and ': '}{each}"
 
@@ -376,7 +359,6 @@ def _in_words(statuses: Iterable[Status]) -> str:
 
 
 def as_html(models: Sequence[ModelFuture]) -> str:
-    """Return a table without secrets. Of more than 100 models, those that train or have failed are preferred."""
     chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
     rows = rows_of(sorted(chosen, key=lambda model: model.index))
     rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""

@@ -40,17 +40,14 @@ class Trials:
         """No other report comes between a value's report and its comparison."""
         self._trials: dict[int, optuna.Trial] = {}
         self.is_metric_known = self.suggests
-        """False while a notice of a missing metric may be needed: in early stopping, until a model logs the metric."""
 
     def ask(self, index: int) -> Any:
-        """Return the experiment that a search's study suggests. Errors of the user's `suggest` are raised."""
         with self._lock:
             trial = self._trials[index] = self.study.ask()
             trial.set_user_attr(MODEL, index)
         return cast("Search", self.asked).suggest(trial)
 
     def resume(self, index: int, before: optuna.trial.FrozenTrial) -> None:
-        """Give a model that began in an earlier call its trial again, or a new trial with the same parameters."""
         from optuna.trial import Trial, TrialState, create_trial
 
         with self._lock:
@@ -99,7 +96,6 @@ class Trials:
             return trial.should_prune()
 
     def claim_notice(self) -> bool:
-        """Return True to the first caller if no model has logged the metric. This caller shows the notice."""
         with self._lock:
             is_first, self.is_metric_known = not self.is_metric_known, True
             return is_first
@@ -149,7 +145,6 @@ class _Judge(View):
     _say: Callable[[str], None]
     _before: Sequence[LogRecord]
     _last_epoch: int
-    """Newest epoch that was reported to the study. -1: none yet."""
     _is_stopped: bool = False
     state: RunState = field(default_factory=RunState)
 

@@ -25,7 +25,6 @@ OF_GANGS = {"gang": checks.instance_of(Gang), "wandb": checks.optional(checks.in
 
 
 _hosts: list[Host] = []
-"""Hosts whose adapters are imported in this process."""
 
 
 @dataclass(kw_only=True)
@@ -162,7 +161,6 @@ class Cluster(OnDask):
 
 
 def rules_of_own_node(setting: str) -> dict[str, Rule]:
-    """Return the rules of a gang without Dask workers. `setting` names the number of ranks, for messages."""
     return {
         "gang.workers": checks.left_out(f", since there is one node; {setting} is the number of ranks"),
         "gang.min_workers": checks.must_be("left out, since there is one node", lambda value: value in (None, 1)),

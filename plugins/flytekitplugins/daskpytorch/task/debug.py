@@ -116,7 +116,6 @@ def _become_rank(
     told: Observers,
     stack: ExitStack,
 ) -> None:
-    """`stack` restores environment, process group and `current_rank()`."""
     begun_at, node = time.monotonic(), describe_node(socket.gethostname(), None)
     [[place]] = places = place_ranks([node], 1)
     job = Job(
@@ -148,11 +147,6 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 
 class _LocalCheckpoint(Checkpoint):
-    """Saves and loads checkpoints of the only rank.
-
-    A save returns when the file is written. Its copy to storage follows in the background.
-    """
-
     loaded: SavedCheckpoint | None = None
 
     def __init__(self, settings: Gang, storage: StoragePaths | None, folder: Path, told: Observers) -> None:

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 CLUSTER_SETTINGS = {
     # Dask tasks may start processes, for example DataLoader workers.
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
-    # Dask checks its event loops 50 times a second, which takes 2 % of a core per process from the ranks.
+    # Dask checks its event loops 50 times a second, which takes 2 % of a core per process.
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
-    # Dask (2026.8) asks NVML for each GPU's usage in its event loops, which a broken GPU blocks. Dask does not start if
-    # NVML does not suit the GPU driver. nvidia-ml-py, by which Dask asks, comes with this package.
+    # Dask (2026.8) asks NVML for each GPU's usage in its event loops, which a broken GPU blocks, and does not start if
+    # NVML does not suit the GPU driver.
     "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
 }
 GANG_SETTINGS = CLUSTER_SETTINGS | {
     # Dask profiles workers 100 times a second. A worker that runs only an agent needs no profile.
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
-    # Two processes check the worker's memory, by default 10 times a second. The memory of ranks is not included.
+    # Two processes check the worker's memory, 10 times a second. The memory of ranks is not included.
     "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
     # Dask must not restart an agent on another worker when the agent's worker dies.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
@@ -127,7 +127,6 @@ class InRanks:
             names_of_evaluation(evaluate.function, inputs, self.name)
 
     def _train_here(self, inputs: dict[str, Any]) -> Any:
-        """Call the user's function in this process, as the only rank, and return its return value unconverted."""
         refuse_unknown(inputs)
         with self._shown(inputs) as shown, self._received(shown) as received:
             from flytekitplugins.daskpytorch.task.debug import run_here
@@ -144,10 +143,6 @@ class InRanks:
             )
 
     def _train(self, inputs: dict[str, Any], rank_host: Callable[[str], RankHost]) -> Any:
-        """Run the gang, and return rank 0's outputs as Flyte expects them.
-
-        `rank_host` gets the results folder's URI.
-        """
         refuse_unknown(inputs)
         self._get_ready()
         with self._shown(inputs) as shown:

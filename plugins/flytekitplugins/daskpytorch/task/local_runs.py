@@ -36,11 +36,9 @@ RESUME_VARIABLE = "DASKPYTORCH_RESUME"
 HOW_TO_GO_ON = f"{RESUME_VARIABLE}=1 and the same command"
 NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 MAX_NAME = 200
-"""Maximum length of a folder's name. Longer names lose their beginning."""
 MAX_AGE = 14 * 86_400.0
 """Seconds since the last write after which a local run's folder is removed."""
 MAX_JOURNALS = 50
-"""Number of a task's newest runs that stay with a journal and no checkpoint."""
 MAX_BYTES = 10 << 30
 """Bytes of all local runs together, beyond which the oldest are removed."""
 
@@ -52,7 +50,6 @@ class LocalRun:
     """
 
     def __init__(self, runs_of_task: Path, previous: Path | None) -> None:
-        """`previous` is the folder of the run to go on from."""
         self.folder = runs_of_task / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.previous = previous
         self._lock: int | None = None

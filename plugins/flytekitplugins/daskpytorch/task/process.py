@@ -20,7 +20,6 @@ from flytekitplugins.daskpytorch.settings import is_debugging
 NOT_HERE = {"--remote", "-r", "--help"}
 """Options of `run` with which no task runs on this machine."""
 NAME = b"plugins.daskpytorch"
-"""Part of this package's name that every file with its tasks contains."""
 SIGTERM = "the task was told to end (SIGTERM)"
 IDLE_SIGTERM = f"{SIGTERM}, while no gang was running; the next attempt calls the task's function again"
 

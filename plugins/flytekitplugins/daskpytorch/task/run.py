@@ -127,13 +127,7 @@ class _SettledFutures(RunFutures):
 
 
 class Run:
-    """Name, storage, display and records of one gang whose caller holds futures.
-
-    In a task the gang's metrics are not shown, and the task's host keeps its checkpoints.
-    """
-
     shown: Shown | None = None
-    """None in a task, which has a display of its own."""
 
     def __init__(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang
@@ -162,7 +156,6 @@ class Run:
             )
 
     def start(self, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
-        """Run the gang in a thread. The request's key, training and storage are replaced by this run's."""
         return RunFutures(self, self.supervised(request, launcher), num_ranks)
 
     def supervised(self, request: Request, launcher: AgentLauncher) -> Supervisor:
@@ -176,10 +169,6 @@ class Run:
             raise
 
     def call_here(self, function: Callable[[], Any]) -> RunFutures:
-        """Call a function in this process as the only rank, and return its settled future.
-
-        Ctrl-C raises `KeyboardInterrupt`.
-        """
         from flytekitplugins.daskpytorch.task.debug import run_here
 
         observers = [make() for make in self._settings.observers]

@@ -44,7 +44,6 @@ class Shown:
         return journal_in(self.run.folder if self.run is not None else self.journal_folder)
 
     def show_table(self) -> None:
-        """In a notebook, show a live table in the cell that runs now, until `conclude`."""
         with optional("showing the notebook's table"):
             if notebook.is_notebook():
                 table = notebook.LiveTable(functools.partial(_table_of, self.state))
@@ -64,7 +63,6 @@ class Shown:
             board.hold(is_held=False)
 
     def places(self) -> dict[str, str]:
-        """Return paths and URLs by name, such as `checkpoints`."""
         has_checkpoint = self.run is not None and self.run.newest_step() is not None
         left = {"checkpoints": str(self.run.folder)} if self.run is not None and has_checkpoint else {}
         shape = self.state.shape
@@ -76,7 +74,6 @@ class Shown:
         return left
 
     def conclude(self, how: str, places: Mapping[str, str] | None = None) -> None:
-        """Show how the training has ended (`how`: `done` or another word), where its files are, and how to go on."""
         self._is_over.set()
         advice = self.run.advice() if self.run is not None and how != "done" else None
         self.display.conclude(how, {**(places or {}), **self.places()}, advice)
@@ -88,7 +85,6 @@ class Shown:
 class ShownTask(Shown):
     results: TaskResults
     _storage: dict[str, str] = field(default_factory=dict)
-    """Empty in a local run."""
 
     def show_storage(self, storage: StoragePaths | None) -> None:
         """Log the address of the gang's checkpoints, which an aborted execution shows nowhere else."""
@@ -101,7 +97,6 @@ class ShownTask(Shown):
         return ({"results": self.results.folder} if self.results.has_files else {}) | kept | super().places()
 
     def files(self) -> dict[str, str]:
-        """As `places`, and with the profiles."""
         return self.places() | self.results.profiles()
 
 

@@ -87,10 +87,6 @@ class CallFutures(Logged, GangFutures):
         end: Callable[[], object],
         keep: object,
     ) -> None:
-        """Prepare the futures.
-
-        `settler` settles them, `end` ends the call, and `keep` is referenced until the call's end.
-        """
         self.run_state = self._run_state = RunState()
         self._end = end
         self._keep: object = keep
@@ -100,7 +96,6 @@ class CallFutures(Logged, GangFutures):
             future.set_running_or_notify_cancel()
 
     def settle(self, outcome: Outcome) -> None:
-        """Settle all futures. Future 0 is the last, since `result` waits for this future alone."""
         self._cause, self._keep = outcome.cause, None
         for rank, future in reversed(list(enumerate(self._futures))):
             with _settled(future):
@@ -125,13 +120,10 @@ class _Pending(Observer):
     calls: Calls = field(default_factory=Calls)
     lock: threading.Lock = field(default_factory=threading.Lock)
     futures: dict[int, tuple[CallFutures, StayingCall]] = field(default_factory=dict)
-    """By the call's number."""
     num_ranks: int = 0
-    """0 before the gang's start."""
     has_formed: threading.Event = field(default_factory=threading.Event)
     is_closed: bool = False
     end: BaseException | None = None
-    """None before the gang's end."""
 
     def on_event(self, event: journal.Event) -> None:
         match event:
@@ -167,10 +159,6 @@ class StayingGang:
     """
 
     def __init__(self, run: Run, request: Request, launcher: AgentLauncher, num_ranks: int) -> None:
-        """Start the gang, and wait until its ranks have met.
-
-        Raises the error that `dispatch.run` would raise for a gang that does not start.
-        """
         self._pending = pending = _Pending()
         self._calls = pending.calls
         self._numbers = itertools.count(1)
@@ -187,7 +175,6 @@ class StayingGang:
 
     @classmethod
     def newest(cls) -> StayingGang | None:
-        """Return this process's newest gang that is neither closed nor ended. None: there is none."""
         _newest[:] = [ref for ref in _newest if (gang := ref()) is not None and gang.is_open]
         return _newest[-1]() if _newest else None
 
@@ -407,6 +394,4 @@ def kept_of(gang: StayingGang, names: dict[str, Any]) -> dict[str, KeptValues]:
 
 
 _newest: list[weakref.ref[StayingGang]] = []
-"""Oldest first."""
 _packing: ContextVar[StayingGang | None] = ContextVar("_packing", default=None)
-"""Gang for which this thread pickles a call."""

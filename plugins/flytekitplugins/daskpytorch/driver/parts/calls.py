@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 
 LEAVE_TIME = 10.0
-"""Seconds that all ranks have to leave a call after Ctrl-C or `cancel`, before the gang ends."""
 
 COMPARE_TIME = 5.0
 """Seconds to wait for the ranks' newest collectives after a call that has failed or was interrupted."""
@@ -38,23 +37,16 @@ COMPARE_TIME = 5.0
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     values: Mapping[int, Callable[[], Any]] = field(default_factory=dict)
-    """Rank whose function has returned -> function that unpickles the value, in any thread."""
     errors: Mapping[int, Exception] = field(default_factory=dict)
-    """Rank whose function has raised -> the error for the caller."""
     cause: int | None = None
     is_interrupted: bool = False
-    """Ctrl-C or `cancel` has ended the call."""
 
 
 @dataclass(eq=False, kw_only=True)
 class StayingCall:
-    """Times are seconds on the driver's clock."""
-
     number: int
-    """From 1."""
     name: str
     call: bytes
-    """Pickled, without the memory in `large`."""
     code: Code | None = None
     """None if no module has been imported since the call before."""
     large: SharedMemory | None = None
@@ -63,18 +55,13 @@ class StayingCall:
     """Called once in the gang's thread, when the call has ended in all ranks."""
     ended: dict[int, CallEnded] = field(default_factory=dict)
     received: ReceivedResults | None = None
-    """None until the call has ended in a rank."""
     is_interrupted: bool = False
     halted: Answers | None = None
-    """Ranks that have halted in the interrupted call, or left it, with the numbers of their collectives."""
     at: int | None = None
     """Collective after which all ranks leave the interrupted call. None: some have yet to halt."""
     told: Answers | None = None
-    """Newest collectives after an exception or an interrupt."""
     compare_by: float = 0.0
-    """When the newest collectives are compared at the latest."""
     leave_by: float | None = None
-    """When all ranks must have left the interrupted call."""
 
 
 class Calls(Part):
@@ -86,7 +73,6 @@ class Calls(Part):
         """Queues a function for the gang's thread. Set by the supervisor."""
         self.current: StayingCall | None = None
         self.is_over = False
-        """The ranks were told to return: no more calls begin."""
         self._waiting: deque[StayingCall | Forget] = deque()
         self._code: Code | None = None
         """Newest sources that the ranks lack, for the next call that begins, since calls may be dropped."""
@@ -95,7 +81,7 @@ class Calls(Part):
     # ---- from the caller's threads
 
     def ask(self, call: StayingCall | Forget) -> None:
-        """Queue a call, or the order to free a kept value, behind all earlier ones. Finalizers may call this method."""
+        """Queue a call, or the order to free a kept value. Finalizers may call this method."""
         self.post(partial(self._queue, call))
 
     def interrupt(self, call: StayingCall) -> None:
@@ -228,7 +214,6 @@ def _have_told(call: StayingCall, attempt: Attempt) -> bool:
 
 
 def _taken(call: StayingCall) -> dict[int, Callable[[], Any]]:
-    """Nobody reads the return values of an interrupted call."""
     if call.received is None:
         return {}
     if call.is_interrupted:
@@ -239,9 +224,7 @@ def _taken(call: StayingCall) -> dict[int, Callable[[], Any]]:
 
 
 def _parted(remembered: Mapping[int, Recalled | None]) -> tuple[int, str] | None:
-    """Return a rank that has left a call at another collective than the others, and a text.
-
-    None: all may go on together.
+    """Return a rank that has left a call at another collective than the others, and a text. None: all may go on.
 
     The next collectives of two ranks meet if their newest have the same number.
     """

@@ -77,7 +77,6 @@ class Debugger(Part):
             self._tell_user(rank, prompt)
 
     def _talk(self, rank: int, prompt: Debugged, folder: str) -> None:
-        """Runs in a thread of its own, once other ranks have left the terminal."""
         with _terminal:
             if self._debugged.get(rank) is not prompt:
                 return

@@ -42,18 +42,14 @@ class Agenda:
     running: Entry | None = None
     waiting: Entry | None = None
     num_found: int = 0
-    """Evaluated checkpoints of the earlier attempt: 0 or 1."""
     num_kept: int = 0
     num_done: int = 0
     num_failed: int = 0
     num_skipped: int = 0
-    """Checkpoints that were due, and gave way to a newer one."""
     is_closed: bool = False
     seen: set[str] = field(default_factory=set)
-    """Identities of all kept checkpoints, and of the one from which the training starts."""
 
     def note_found(self, entry: Entry) -> None:
-        """The checkpoint from which the training starts is due unless it was evaluated before."""
         self.seen.add(entry.identity)
         if not entry.is_evaluated:
             self.num_found += 1
@@ -74,7 +70,6 @@ class Agenda:
 
     @property
     def due(self) -> Entry | None:
-        """The waiting checkpoint, unless another is being evaluated."""
         return self.waiting if self.running is None else None
 
     def note_begun(self) -> None:
@@ -95,7 +90,6 @@ class Agenda:
 
     @property
     def is_outstanding(self) -> bool:
-        """True while an evaluation runs or waits, unless all were given up."""
         return not self.is_closed and bool(self.held)
 
 
@@ -140,7 +134,6 @@ class Evaluator(Part):
         self._gang: EvaluationGang | None = None
         self._thread: threading.Thread | None = None
         self._deadline = math.inf
-        """When the running evaluation is cancelled, in seconds on the clock. Infinite once it is."""
         self._try_at = 0.0
         self._lacks_worker = False
         self._waits_since: dict[Moment, float] = {}
@@ -149,7 +142,6 @@ class Evaluator(Part):
     # ---- what the training's gang tells
 
     def prepare(self, code: Code | None, start: Entry | None) -> None:
-        """`start` is the checkpoint from which the training starts. Without `code`, evaluations pack the sources."""
         self._code = code
         if self._settings is not None and start is not None:
             self._agenda.note_found(start)
@@ -187,10 +179,6 @@ class Evaluator(Part):
             self._begin(entry)
 
     def _is_awaited(self, since: float, *, more_come: bool = False) -> bool:
-        """Return True while evaluations are outstanding, for at most `Evaluate.timeout` seconds after `since`.
-
-        `more_come`: the driver has yet to receive a checkpoint, which may be due.
-        """
         agenda, settings, waited = self._agenda, self._settings, self._now() - since
         if settings is None or agenda.is_closed or not (agenda.is_outstanding or more_come):
             return False

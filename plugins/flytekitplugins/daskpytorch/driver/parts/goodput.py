@@ -26,15 +26,11 @@ PARTS = tuple(each.name for each in fields(Goodput) if each.name != "total")
 
 @dataclass
 class _Training:
-    """Seconds of the current attempt's training phase."""
-
     span: float = 0.0
     late: float = 0.0
     """Seconds by which rank 0 began to count before the driver's training phase began. A lower bound."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by field of `Goodput`, as counted by rank 0 until its newest report."""
     at_saves: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """`spent` at each step's save. Saves before the newest kept checkpoint are removed."""
     safe: set[int] = field(default_factory=set)
     """Steps of kept checkpoints: the newest one in `at_saves`, and those whose report from rank 0 has yet to come."""
 
@@ -51,11 +47,9 @@ class _Training:
 
     @property
     def kept(self) -> Mapping[str, float] | None:
-        """Rank 0's seconds at the newest kept save."""
         return next((spent for step, spent in reversed(self.at_saves.items()) if step in self.safe), None)
 
     def parts(self, *, is_lost: bool = False) -> dict[str, float]:
-        """Divide `span` by field of `Goodput`. With `is_lost`, all time after the newest kept save is lost."""
         has_begun = self.spent.get("stepping") or self.spent.get("data")
         parts, rest = self._fitted(self.spent), "stepping" if has_begun else "preparing"
         if is_lost and has_begun:
@@ -66,7 +60,6 @@ class _Training:
         return parts
 
     def _fitted(self, spent: Mapping[str, float]) -> dict[str, float]:
-        """Scaled down if the sum exceeds `span`."""
         spent = {**spent, "preparing": max(0.0, spent.get("preparing", 0.0) - self.late)}
         whole = math.fsum(spent.values())
         scale = min(1.0, self.span / whole) if whole else 0.0
@@ -74,14 +67,11 @@ class _Training:
 
 
 class Accountant:
-    """Time account of one gang. Parts add up to the total, and none is negative."""
-
     def __init__(self, asked_at: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = clock
         self._since = asked_at
         self._phase: Literal["starting", "training", "waiting"] = "starting"
         self._parts = dict.fromkeys(PARTS, 0.0)
-        """Seconds by field of `Goodput`, without the current attempt's training phase."""
         self._training = _Training()
         self._shown_at = asked_at
 
@@ -90,12 +80,10 @@ class Accountant:
         return self._phase == "training"
 
     def enter(self, phase: Literal["starting", "training", "waiting"]) -> None:
-        """The training phase begins when rank 0 has joined the process group."""
         self._go_on()
         self._phase = phase
 
     def hear(self, work: RankUsage | Spent) -> None:
-        """Ignore reports of rank 0 outside the training phase."""
         if self._phase != "training":
             return
         self._go_on()
@@ -110,14 +98,12 @@ class Accountant:
         self._training.keep(step)
 
     def close(self, *, is_lost: bool) -> None:
-        """With `is_lost`, training time after the newest kept checkpoint counts as lost."""
         self._go_on()
         for name, seconds in self._training.parts(is_lost=is_lost).items():
             self._parts[name] += seconds
         self._training = _Training()
 
     def goodput(self) -> Goodput:
-        """Steps after the newest checkpoint do not count as lost yet."""
         self._go_on()
         parts = dict(self._parts)
         for name, seconds in self._training.parts().items():
@@ -125,7 +111,6 @@ class Accountant:
         return Goodput(total=math.fsum(parts.values()), **parts)
 
     def final(self, error: Exception | None) -> Goodput:
-        """If the gang failed, steps after its newest checkpoint count as lost."""
         self.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
         return self.goodput()
 
@@ -156,7 +141,6 @@ class Accounting(Part):
         self._answers: dict[int, Goodput] = {}
         """By number of the question: all ranks are told the same."""
         self._waiting: list[tuple[Peer, int]] = []
-        """Agent and number of questions of ranks other than 0, which are answered after rank 0's next report."""
 
     def enter(self, stage: Stage) -> None:
         is_first = self._state.number == 0
@@ -170,7 +154,6 @@ class Accounting(Part):
             self.accountant.enter("waiting")
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        """While rank 0 trains, other ranks' new questions wait for rank 0's next report."""
         if isinstance(report, Ask):
             if rank and self.accountant.is_training and report.number not in self._answers:
                 self._waiting.append((peer, report.number))

@@ -22,19 +22,18 @@ STACKS_WAIT = 1.5
 """Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME`, silent ranks get a signal that
 makes them write their stacks."""
 LEFT_TIMEOUT, LEFT_PAUSE = 20.0, 5.0
-"""Seconds, after a staying gang's call has failed in a rank, with `hang_timeout="auto"`: minimum timeout, and pause
-between two requests for stacks."""
+"""Seconds: minimum timeout, and pause between two requests for stacks, after a staying gang's call has failed in a
+rank.
+"""
 
 
 class Look:
     def __init__(self, attempt: Attempt, known: Mapping[int, Recalled | None]) -> None:
-        """`known`: collectives that ranks have reported for good."""
         self._attempt = attempt
         self._known = known
         self.located = attempt.ask(Question.STACKS)
         self._recalled = attempt.ask(Question.COLLECTIVES)
         self.stacks: dict[int, str] = {}
-        """Stacks of ranks that did not answer and got a signal instead."""
         self.signal_at = attempt.clock() + ANSWER_TIME
         """When silent ranks are signalled, once."""
         self.ends_at = attempt.clock() + STACKS_WAIT
@@ -63,7 +62,6 @@ class HangWatch(Part):
 
     def begin(self, attempt: Attempt) -> None:
         self._stillness: Stillness | None = None
-        """None until the process group is formed."""
         self._hangs_at = 0.0
         """Earliest time at which the attempt may be declared hung. Progress only makes it later."""
         self._seen: object = None
@@ -72,7 +70,6 @@ class HangWatch(Part):
         self._look: Look | None = None
         self._search: Look | None = None
         self._final: dict[int, Recalled | None] = {}
-        """Collectives that ranks reported with their failure, before an abort or as they left their peers."""
         self._difference: str | None = None
         attempt.explain = self._explain
 
@@ -110,7 +107,6 @@ class HangWatch(Part):
     # ---- after a failure
 
     def orders(self, now: float) -> None:
-        """Collectives are asked for shortly before a failed attempt is stopped."""
         attempt = self._state.training
         if attempt is not None and attempt.is_formed and self._stillness is None:
             self._stillness = Stillness(attempt.places, now)
@@ -141,10 +137,7 @@ class HangWatch(Part):
     # ---- hangs
 
     def ends(self, attempt: Attempt) -> bool | None:
-        """Return True and set `attempt.hang` if the attempt hangs.
-
-        A first call requests all ranks' stacks, a later one decides.
-        """
+        """Return True and set `attempt.hang` if the attempt hangs, after a first call has asked for stacks."""
         if self._look is None:
             if not self._is_due(attempt):
                 return None
@@ -232,15 +225,12 @@ LEAST_TIMEOUT = 300.0
 SLOWNESS = 10.0
 """Multiple of the longest time between two signs of life of a rank that counts as a hang with `hang_timeout="auto"`."""
 AUTO_INTERVAL = 30.0
-"""Minimum seconds between two requests for all ranks' stacks, with `hang_timeout="auto"`."""
 ENDED = "whose function has ended"
 MAX_FRAMES = 10
 """Stack frames per rank in a report. The rank's log contains all frames."""
 
 
 class Stillness:
-    """Seconds on the caller's clock."""
-
     slowest: float = 0.0
     """Longest time between two signs of life of one rank so far."""
 
@@ -250,7 +240,6 @@ class Stillness:
         self._excused_at = now
 
     def excuse(self, until: float | None) -> None:
-        """Count silence from `until` at the earliest, as the silence before has a known cause."""
         if until is not None and until > self._excused_at:
             self._excused_at = until
             self._moved_at = {rank: max(at, until) for rank, at in self._moved_at.items()}
@@ -281,12 +270,10 @@ class Stillness:
 class RankState:
     is_done: bool
     num_collectives: int | None
-    """None if the rank does not answer."""
     still_for: float
     stacks: str
     """Tracebacks of the rank's threads, written by faulthandler, or a short message."""
     recalled: Recalled | None = None
-    """None without an answer, or if torch records no collectives."""
 
 
 def waits_of(states: Mapping[int, RankState]) -> Mapping[int, frozenset[tuple[str, int]]] | None:
@@ -301,12 +288,10 @@ def _waits(recalled: Recalled) -> frozenset[tuple[str, int]]:
 
 
 def next_look(states: Mapping[int, RankState]) -> float:
-    """Return 10 % of the shortest silence, but at least `AUTO_INTERVAL`, in seconds: long work needs few requests."""
     return max(AUTO_INTERVAL, 0.1 * min(state.still_for for state in states.values()))
 
 
 def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["auto"]) -> tuple[int, str]:
-    """Return the rank that holds up the others, and a report with the reason in line 1."""
     difference = compare({rank: state.recalled for rank, state in states.items() if state.recalled is not None})
     rank, why = find_hung(states, difference)
     still = max((state.still_for for state in states.values() if not state.is_done), default=0.0)
@@ -318,7 +303,6 @@ def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["
 def explain_failure(
     recalled: Mapping[int, Recalled | None], failed: Collection[int], stacks: Mapping[int, str]
 ) -> str | None:
-    """Return the difference between the ranks' collectives after a failed one: a sentence, then calls and stacks."""
     difference = compare({rank: each for rank, each in recalled.items() if each is not None}, failed)
     if difference is None:
         return None
@@ -384,6 +368,5 @@ def _is_waiting(stacks: str) -> bool:
 
 
 def main_frames(stacks: str) -> list[str]:
-    """Return the main thread's frames, innermost first: `faulthandler` writes the main thread last."""
     _, header, frames = stacks.rstrip().rpartition("(most recent call first):")
     return [line.strip() for line in frames.strip().splitlines()] if header else []

@@ -9,7 +9,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, Sha
 from flytekitplugins.daskpytorch.protocol.messages import Question, Release, Tell
 
 GROWS = "more workers have come"
-"""All other reasons are failures."""
 
 
 class Growth(Part):
@@ -56,7 +55,6 @@ class Preemption(Part):
 
     def begin(self, attempt: Attempt) -> None:
         self._held: Answers | None = None
-        """The number of calls of each rank, and whether its program handles the signal."""
         self._is_released = False
 
     def ends(self, attempt: Attempt) -> bool | None:
