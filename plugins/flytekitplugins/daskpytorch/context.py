@@ -50,14 +50,14 @@ class Checkpoint:
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Save `state` as the newest checkpoint. Training continues while the checkpoint is written.
 
-        Every rank may call `save`, and only rank 0's state is saved. Gather values that differ between ranks, for
-        example random generators, into rank 0's state. The state is copied, so the training may change it afterwards.
+        Every rank may call `save`, and only rank 0's state is saved: gather values that differ between ranks, such as
+        random generators, into it. The state is copied, so the training may change it afterwards.
 
         Args:
             state: Any object that pickles: tensors on any device, in dictionaries, lists, dataclasses.
             step: Training step of the state.
-            metrics: Numbers or one-element tensors by name, which rate the state. Rank 0's metrics count.
-                `Gang(keep=Keep(best=..., metric=...))` keeps the best checkpoints by one of these metrics.
+            metrics: Numbers or one-element tensors by name, by one of which `Gang(keep=Keep(best=..., metric=...))`
+                keeps the best checkpoints. Rank 0's metrics count.
 
         Raises:
             TypeError: A metric is not a number, or `state` has an object that cannot be saved.
@@ -70,13 +70,12 @@ class Checkpoint:
         All ranks get the same state: the newest complete checkpoint from before the gang's restart, or from an earlier
         attempt of the Flyte task. A better but older checkpoint does not count. Tensors arrive on the CPU.
 
-        `best` or `step` select another checkpoint, for example at the end of a training. Rank 0 must make this call,
-        and other ranks may. Rank 0 waits until its earlier saves have succeeded or failed, and then chooses. The n-th
-        call of each rank gets the same checkpoint.
+        `best` or `step` select another checkpoint. Rank 0 must make this call, and other ranks may. Rank 0 waits until
+        its earlier saves have succeeded or failed. The n-th call of each rank gets the same checkpoint.
 
         Args:
-            best: True for the best checkpoint, by the metric of `Gang(keep=Keep(best=..., metric=...))`. The result is
-                None if no checkpoint has the metric.
+            best: True for the best checkpoint, by the metric of `Gang(keep=...)`. None is returned if no checkpoint has
+                it.
             step: Training step of the wanted checkpoint.
 
         Raises:
@@ -97,16 +96,15 @@ class Checkpoint:
         Values outside of `DTensor`s must be equal on all ranks: one rank writes each value.
 
         Args:
-            state: A dictionary that `torch.distributed.checkpoint.save` accepts: `DTensor`s, tensors, plain values and
-                `Stateful` objects, nested to any depth. For example
+            state: A dictionary that `torch.distributed.checkpoint.save` accepts, nested to any depth, for example
                 `dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))` of
                 `torch.distributed.checkpoint.state_dict`.
             step: Training step of the state, the same on all ranks.
             metrics: Numbers or one-element tensors by name, as for `save`.
 
         Raises:
-            TypeError: A value is neither a dense tensor nor plain data, or a metric is not a number. The message names
-                the key of a sparse, nested or quantized tensor, or of a tensor on the meta device.
+            TypeError: A value is neither a dense tensor nor plain data (the message names its key), or a metric is not
+                a number.
             ValueError: The ranks save different steps.
             OSError: This rank does not see the driver's folder, and no `Gang(checkpoint_uri=...)` is set.
         """
@@ -115,16 +113,15 @@ class Checkpoint:
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
         """Fill a state from the sharded checkpoint from which this attempt starts. Each rank reads its own part.
 
-        The checkpoint is the newest undamaged one of `save_sharded` from before the gang's restart, or from an earlier
-        attempt of the Flyte task. The number of ranks may differ from the number at the save. All ranks call
-        `load_sharded` together. The call fills tensors in place, replaces plain values in `state`, and loads `Stateful`
-        objects. A model and an optimizer then take the state by `set_state_dict` of
-        `torch.distributed.checkpoint.state_dict`.
+        The checkpoint is the newest undamaged one from before the gang's restart, or from an earlier attempt of the
+        Flyte task. The number of ranks may have been another. All ranks call `load_sharded` together. The call fills
+        tensors in place, replaces plain values in `state`, and loads `Stateful` objects. A model and an optimizer then
+        take the state by torch's `set_state_dict`.
 
         Args:
             state: A state with the same keys and shapes as the saved state.
-            best: True for the best checkpoint, as for `load`. The call first waits for this rank's earlier saves.
-            step: Training step of the wanted checkpoint. The call first waits for this rank's earlier saves.
+            best: True for the best checkpoint, as for `load`, after this rank's earlier saves.
+            step: Training step of the wanted checkpoint, after this rank's earlier saves.
 
         Returns:
             The checkpoint's step. None: there is no such checkpoint, and `state` stays unchanged.
@@ -140,8 +137,7 @@ class Checkpoint:
     def list(self) -> Sequence[SavedCheckpoint]:
         """Return the kept checkpoints, whole and sharded, ordered by step, as far as this rank knows.
 
-        The driver sends the list after each stored checkpoint. A checkpoint that was just saved may be missing, and one
-        that was just removed may still be listed.
+        A checkpoint that was just saved may be missing, and one that was just removed may still be listed.
         """
         return ()
 
@@ -290,17 +286,17 @@ class RankContext:
     def log(self, metrics: Mapping[str, Any], step: int | None = None, *, num_steps: int | None = None) -> None:
         """Report metrics to the driver, without waiting for other ranks or the driver.
 
-        Rank 0's metrics go to Weights & Biases, the progress display and the Deck. Every rank's metrics show the driver
-        the rank's progress. Rank 0 sends its log records within 0.2 s, other ranks within 1 s. In a gang of n > 500
-        ranks, other ranks send within n / 500 seconds. A rank that is killed or crashes may lose its last records. The
-        progress display shows `epoch`, `loss` and `samples_per_second` apart from other metrics.
+        Rank 0's metrics go to trackers, the progress display and the Deck. Every rank's metrics show the driver the
+        rank's progress. Rank 0 sends its records within 0.2 s, other ranks within 1 s, or within n / 500 s in a gang of
+        n > 500 ranks. A rank that is killed may lose its last records. The progress display shows `epoch`, `loss` and
+        `samples_per_second` apart from other metrics.
 
         Args:
-            metrics: Values by name. Numbers and one-element tensors go to all trackers and displays. Tensors are read
-                by `.item()`, which waits for the device. Rank 0's `Histogram` and `Picture` go to all trackers. Other
-                objects, for example `wandb.Image`, go to Weights & Biases alone.
+            metrics: Values by name: numbers and one-element tensors (read by `.item()`, which waits for the device).
+                Rank 0's `Histogram` and `Picture` go to all trackers, other objects, such as `wandb.Image`, to Weights
+                & Biases alone.
             step: Training step of the values. None: the number of earlier calls.
-            num_steps: Total number of steps of the training, for the length of the progress bar. None: unknown.
+            num_steps: Total number of steps, for the progress bar. None: unknown.
 
         Raises:
             ValueError: `step` or `num_steps` is not a whole number of up to 64 bits.
@@ -316,12 +312,12 @@ class RankContext:
     def watch(self, model: torch.nn.Module, *, log_freq: int = 100) -> None:
         """Record histograms of a model's gradients in the Weights & Biases run, if there is one.
 
-        Unlike `wandb.watch`, `watch` records the gradients that the optimizer gets: DistributedDataParallel's average
-        over all ranks. The next call of `log` sends the histograms, as `gradients/<parameter>`.
+        Unlike `wandb.watch`, `watch` records the gradients that the optimizer gets: DDP's average over all ranks. The
+        next call of `log` sends them as `gradients/<parameter>`.
 
         Args:
-            model: Any module, also in DistributedDataParallel. Every rank may call `watch`, and rank 0's call counts.
-            log_freq: Number of optimizer steps from one record of the gradients to the next.
+            model: Any module, also in DDP. Rank 0's call counts.
+            log_freq: Optimizer steps from one record to the next.
         """
         self.link.watch(model, log_freq)
 

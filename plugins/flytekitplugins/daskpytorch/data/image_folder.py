@@ -244,32 +244,28 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         Args:
             s3_bucket: Name of the bucket, or URI of the whole folder, `s3://bucket/prefix`.
             s3_prefix: Folder in the bucket.
-            transform: Function of a picture that returns the data set's picture. One thread calls it, in order. None:
-                no transform.
-            target_transform: Function of a label that returns the data set's label. None: no transform.
-            anon: True: read the bucket without credentials. False: use those of AWS's provider chain, such as
-                environment, profile, or role of the pod or machine.
+            transform: Function of a picture that returns the data set's picture. One thread calls it, in order.
+            target_transform: Function of a label that returns the data set's label.
+            anon: True: read the bucket without credentials. False: use those of AWS's provider chain.
             storage_options: Options as in s3fs: `key`, `secret`, `token`, `profile`, `anon`, `endpoint_url`,
                 `region_name`. `endpoint_url` is the address of a server other than AWS, with the bucket in the URL's
                 path. Default: from the environment or the profile, else AWS.
             decoder: Type of the pictures that transforms get. `pil`: a `PIL.Image.Image` in RGB. `tensor`: a uint8
-                tensor of (3, height, width), which torchcodec, if installed, or torchvision decodes faster. Both are
-                upright according to their EXIF data, and have the same pixels.
+                tensor of (3, height, width), decoded faster by torchcodec, if installed, or torchvision. Both are
+                upright, and have the same pixels.
             nested: True: also take pictures that are deeper than `prefix/class/picture`. False: deeper pictures are an
                 error, because folders such as `train` and `val` would become classes.
             on_error: Handling of a picture that cannot be decoded, has vanished, or arrives damaged after all retries.
-                `raise`: raise the error. `skip`: leave the picture out of its batch. A function of the key and the
-                error: use the returned picture instead, or skip if it returns None. Skipped and replaced pictures are
-                logged, and counted in `num_broken`.
+                `raise`: raise the error. `skip`: leave the picture out of its batch. A function of key and error
+                returns a picture to use instead, or None to skip. Skipped and replaced pictures are logged, and counted
+                in `num_broken`.
             max_pixels: Maximum number of pixels of a picture, since a file of kilobytes may take gigabytes to decode.
                 `on_error` handles a larger picture, which is not decoded.
             min_side: Minimum length, in pixels, of a decoded picture's shorter side, for transforms that shrink
                 pictures anyway, such as 256 for `Resize(256)`. A JPEG is decoded at the smallest of full, half, quarter
-                and eighth size that suits, and large ones take a fraction of the time. The transform's result differs a
-                little, since pixels are averages. A crop before `Resize` takes a larger part of the picture. None:
-                decode at full size.
-            index: File with the listing, which many ranks and runs can share. A missing file is written. None: list the
-                folder.
+                and eighth size that suits, in a fraction of the time. Results differ a little, and a crop before
+                `Resize` takes a larger part of the picture. None: full size.
+            index: File with the listing, for many ranks and runs. A missing file is written. None: list the folder.
             cache_dir: Local folder that keeps downloaded pictures, for several processes at once. None: no cache.
             cache_bytes: Maximum number of bytes of the cache.
             num_connections: Maximum number of requests in flight per process.
@@ -329,8 +325,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         Raises:
             OSError: The picture could not be read. The subclass says why, such as `FileNotFoundError` for a vanished
                 picture.
-            BrokenImageError: The picture cannot be decoded, even if `on_error` would skip it in a batch. The subclass
-                `ImageTooLargeError` says that it has more than `max_pixels`.
+            BrokenImageError: The picture cannot be decoded, even if `on_error` would skip it in a batch.
         """
         index = range(len(self))[index]
         outcome = self._decode(index, self._source.here.readers.submit(self._fetch, index))

@@ -1,7 +1,7 @@
 """Shares of a dataset for each rank, a data loader whose position is saved in checkpoints, and batches named ahead.
 
-Runs in every rank. A `DataLoader` asks a dataset for one batch at a time, and only the sampler knows the next one.
-Loader workers take turns, so a worker's next batch comes as many batches later as there are workers.
+Runs in every rank. Loader workers take turns, so a worker's next batch comes as many batches later as there are
+workers.
 """
 
 from __future__ import annotations
@@ -148,19 +148,17 @@ class RankBatches(Sampler[list[int]]):
         """Divide the indices among the ranks.
 
         Args:
-            indices: The indices of one epoch, such as one side of `split_by_class`. The same on every rank.
-            batch_size: Maximum number of items of one rank per step. A step may have one item more if a rank would
-                else have none.
+            indices: The indices of one epoch, the same on every rank.
+            batch_size: Maximum number of items of one rank per step, or one more if a rank would else have none.
             shuffle: True: draw another order in every epoch. False: keep the given order.
             drop_last: True: all batches have exactly `batch_size` items. The rest of an epoch's items is then left out.
             seed: Seed of the orders, a whole number.
-            rank: The rank that gets the batches. None: the current rank.
-            world_size: The number of ranks. None: the number of ranks in the current gang, or in the process group that
-                another launcher, such as torchrun, formed.
+            rank: None: the current rank.
+            world_size: None: the number of ranks in the current gang, or in another launcher's process group.
 
         Raises:
-            ValueError: There are fewer indices than ranks. With `drop_last`, there are fewer indices than one step
-                takes. A number is out of range.
+            ValueError: There are fewer indices than ranks, or, with `drop_last`, than one step takes. A number is out
+                of range.
         """
         self._indices = torch.as_tensor(indices, dtype=torch.int64)
         self.batch_size = batch_size
@@ -192,8 +190,8 @@ class RankBatches(Sampler[list[int]]):
 
         Args:
             epoch: The epoch, from 0 up. With the seed, the epoch determines the order of the items.
-            num_seen: The number of items of the epoch that all ranks together have seen. The number of ranks may have
-                been another then. If fewer items than ranks are left, some ranks get an empty batch.
+            num_seen: The number of items of the epoch that all ranks together, also another number of ranks, have seen.
+                If fewer items than ranks are left, some ranks get an empty batch.
 
         Raises:
             ValueError: `epoch` is below 0, or `num_seen` is not from 0 to the number of items.
@@ -298,14 +296,14 @@ class RankLoader:
             shuffle: True: draw another order in every epoch. False: keep the dataset's order.
             drop_last: True: all batches have exactly `batch_size` items. The rest of an epoch's items is then left out.
             seed: Seed of the orders, and of the DataLoader workers' random numbers, which differ from rank to rank.
-            rank: The rank that gets the batches. None: the current rank.
-            world_size: The number of ranks. None: the number of ranks in the current gang.
+            rank: None: the current rank.
+            world_size: None: the number of ranks in the current gang.
             options: Options of `DataLoader`, such as `num_workers`, `collate_fn` and `pin_memory`. Options that decide
                 on the order are refused.
 
         Raises:
-            ValueError: There are fewer items than ranks. With `drop_last`, there are fewer items than one step takes. A
-                number is out of range, an option decides on the order, or the dataset has no indices.
+            ValueError: There are fewer items than ranks, or, with `drop_last`, than one step takes. A number is out of
+                range, an option decides on the order, or the dataset has no indices.
         """
         if problems := _problems(dataset, options):
             raise ValueError("; ".join(problems))
