@@ -55,8 +55,7 @@ def run(
 ) -> RunFutures:
     """Call a function in every rank of a new gang, which takes all of the client's workers or `gang.workers` of them.
 
-    In the function, `torch.distributed` is initialised, and `current_rank()` returns the rank's context. Each call
-    forms a new gang. Several gangs may run side by side on one cluster.
+    In the function, `torch.distributed` is initialised. Several gangs may run side by side on one cluster.
 
     In a later attempt of a Flyte task, a call goes on from the newest checkpoint of the matching call in the attempt
     before: that with the same `gang.key`, or else of the same function with the same number in the task, whatever the
@@ -72,7 +71,7 @@ def run(
         pytorch_function: Function that each rank calls, or `run_script` or `run_module`. The workers need not have the
             function's module.
         *args: Picklable positional arguments of the function, equal in all ranks. Large arrays and tensors are sent to
-            each worker once, and the worker's ranks share the memory copy-on-write.
+            each worker once, and its ranks share the memory copy-on-write.
         backend: Backend of the process group. `auto`: use `gang.backend`.
         pass_local_rank: True: also pass `local_rank`, the rank's index among the ranks of its worker.
         gang: Settings of the gang. None: the defaults.
@@ -134,8 +133,7 @@ def gang(
 ) -> StayingGang:
     """Start a gang whose ranks stay, for call after call with loaded models, data, process group and GPUs.
 
-    Between calls, ranks keep their processes, the process group, imported modules and what `keep` has put there. An
-    idle gang takes no processor time. Leave the `with` block, or call `close`, to end the ranks.
+    An idle gang takes no processor time. Leave the `with` block, or call `close`, to end the ranks.
 
     A gang that stays never restarts: a rank that is lost, hangs or leaves others in a collective ends the gang. Each
     later call then says why. With `gang.checkpoint_uri`, a new gang goes on from the newest checkpoint.
@@ -148,8 +146,8 @@ def gang(
 
     Returns:
         The gang, whose ranks have met. `call(function, *args, **kwargs)` calls a function in every rank, and returns a
-        future per rank. `keep(function, *args, **kwargs)` keeps the return values in the ranks, and returns a
-        reference that later calls take as an argument.
+        future per rank. `keep(function, *args, **kwargs)` keeps the return values in the ranks, and returns a reference
+        that later calls take as an argument.
 
     Raises:
         GangStartError: The gang did not start, as for `run`.
@@ -213,27 +211,24 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
             module.
         experiments: Experiments, one picklable argument of the function per model, in a fixed order. A model finds its
             checkpoints by its index, so the order must be equal in all attempts of a Flyte task. A set is therefore
-            refused. Each experiment is pickled when workers become free, which saves memory for large experiments. Do
-            not change an experiment before its training. A `Search` instead lets an Optuna study suggest each
-            experiment when workers become free.
+            refused. Each experiment is pickled when workers become free: do not change it before. A `Search` instead
+            lets an Optuna study suggest each experiment when workers become free.
         workers: Number of workers per experiment, or a function that returns the number for an experiment.
         gang: Settings of each gang. None: the defaults.
-        stop_early: Rule that stops models which fall behind the others, so that their workers are free for the next
-            ones. The future of a stopped model raises `StoppedEarlyError`, and `result` of all models has None in its
-            place. None: train all models to the end.
-        wandb: Settings of the Weights & Biases runs, one per model, each with its experiment as the configuration. A
-            run's name is `wandb.name`, or else the function's name, with the experiment's index. All runs belong to one
-            group, `wandb.group`. By default the group has the run's name and the execution's name, or a random name in
-            local runs. Runs of finished and stopped models have exit code 0, and runs of failed models have exit code
-            1. Offline runs are written on the machine of the model's rank 0. In a Flyte task, `wandb.secret` must be
-            among the task's `secret_requests`.
+        stop_early: Rule that stops models which fall behind the others. The future of a stopped model raises
+            `StoppedEarlyError`, and `result` of all models has None in its place. None: train all models to the end.
+        wandb: Settings of the Weights & Biases runs, one per model, with its experiment as the configuration and the
+            function's name or `wandb.name` with its index. All belong to the group `wandb.group`, by default named by
+            function and execution, or a random name in local runs. Runs of failed models have exit code 1. Offline runs
+            are written on the machine of the model's rank 0. In a Flyte task, `wandb.secret` must be among the task's
+            `secret_requests`.
         storage: Folder or fsspec URL (`s3://bucket/prefix`) that keeps the results, records and checkpoints of each
-            model in `storage/name/index`. Repeat a call after an interruption: in another process, in a Flyte retry, or
-            with more experiments at the end. The repeated call trains only missing models. Finished models have their
-            results and records again. Models that were stopped early have their records again, or train on if
-            `stop_early` is None. All other models, including failed and cancelled ones, go on from their newest
-            checkpoints. Files that ranks submit are not kept. Two processes must not use one name at a time. Stored
-            files are pickles, which are trusted when they are read: let nobody else write there.
+            model in `storage/name/index`. A repeated call, in another process, in a Flyte retry, or with more
+            experiments at the end, trains only missing models. Finished models have their results and records again,
+            and so have those stopped early, which train on if `stop_early` is None. All others, including failed and
+            cancelled ones, go on from their newest checkpoints. Files that ranks submit are not kept. Two processes
+            must not use one name at a time. Stored files are pickles, which are trusted when they are read: let nobody
+            else write there.
         name: Name of the folder in `storage`. None: the function's name. If the folder has models of another function
             or of other experiments, an error says what differs.
 

@@ -1,7 +1,6 @@
-"""Preload for Dask workers: prepares a worker for its first gang while the worker starts.
+"""Preload for Dask workers: imports torch and dynamo for its first gang while the worker starts.
 
-Use `dask worker --preload flytekitplugins.daskpytorch.preload`, or Dask's setting `distributed.worker.preload`. The
-worker's first gang then starts as fast as later ones, without waiting for imports of torch and dynamo.
+Use `dask worker --preload flytekitplugins.daskpytorch.preload`, or Dask's setting `distributed.worker.preload`.
 """
 
 from __future__ import annotations

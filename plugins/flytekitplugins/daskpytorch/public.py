@@ -1,6 +1,6 @@
 """Public names that are the same for flytekit and for Flyte 2, for type checkers, editors and the site's reference.
 
-Nothing imports this module at run time: it would import torch and Dask. `__init__` reads here which module has a name.
+Nothing imports this module at run time: it would import torch and Dask. `__init__` reads it.
 """
 
 # ruff: noqa: PLC0414 - with `as`, type checkers take an imported name for one of this module

@@ -1,7 +1,7 @@
 """Files that ranks submit during a training, and that the driver writes below a folder.
 
-`submit_result` and `directory` run in a rank, and `process_results` runs in the driver. Results travel over the gang's
-connections, not through the Dask scheduler. The driver of a task writes results without a call, by `TaskResults`.
+Results travel over the gang's connections, not through the Dask scheduler. The driver of a task writes them without a
+call, by `TaskResults`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class DaskResultsHandler:
     def submit_result(self, path: str, data: str | bytes) -> None:
         """Send a file to the driver. Call it in a rank.
 
-        When the call returns, the file has left this process and survives the process's end, but not the loss of the
-        whole worker. A later file of this rank with the same path replaces this one.
+        When the call returns, the file survives this process's end, but not the loss of the whole worker. A later file
+        of this rank with the same path replaces this one.
 
         Args:
             path: Path relative to the `prefix` of `process_results`, or to the folder that `directory` returns.
@@ -118,8 +118,8 @@ class DaskResultsHandler:
     def directory(self) -> FlyteDirectory:
         """Return the folder of all files that the ranks of this task submit, for rank 0 to return as an output.
 
-        The folder has the files of all handlers and ranks, also those submitted after rank 0 returned. The folder is
-        complete when the task has ended. Each attempt of a task has a new folder.
+        The folder has the files of all handlers and ranks, and is complete when the task has ended. Each attempt of a
+        task has a new folder.
 
         Raises:
             RuntimeError: This process is not a rank of a `DaskDDP` or `SpawnDDP` task.
@@ -139,9 +139,9 @@ class DaskResultsHandler:
     ) -> None:
         """Write the files that the gangs of these futures submit, until the gangs have ended.
 
-        Each file is written whole or not at all, and once. The call may come late, be repeated, or take some of a
-        gang's futures. Paths that are empty or absolute, have a `..`, or follow a symbolic link out of the prefix are
-        refused. Each refusal is reported in a line on standard error.
+        Each file is written whole or not at all, and once. The call may come late, or be repeated. Paths that are empty
+        or absolute, have a `..`, or follow a symbolic link out of the prefix are refused. Each refusal is reported in a
+        line on standard error.
 
         Args:
             prefix: The folder to write to. Made if it does not exist.
@@ -244,11 +244,7 @@ class ResultFolder:
         self._unfinished = f".unfinished-{uuid.uuid4().hex}"
 
     def write(self, rank: int, path: str, pieces: Iterable[bytes]) -> None:
-        """Write one file, and replace an earlier file of the same path.
-
-        Raises `ResultPathError` if the path is not relative, leads out of the folder, is too deep, or names a folder,
-        and `OSError` if the file cannot be written now.
-        """
+        """Raises `ResultPathError` if the path is refused, and `OSError` if the file cannot be written now."""
         try:
             if (reason := _objection(path)) is None:
                 return self._write(self._resolve(path), pieces)

@@ -29,7 +29,6 @@ SET_BY_GANGS = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_LOCAL_RANK|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|CUDA_VISIBLE_DEVICES)"
 )
-"""Variables that a gang sets in each rank."""
 NAME = checks.text("a metric's name")
 MIN_HANG_TIMEOUT = 0.1
 """Seconds. Ranks report to the driver five times per timeout, so that a shorter one would leave no time to train."""
@@ -122,12 +121,12 @@ class Profile:
 class Evaluate:
     """Evaluation of a gang's checkpoints by a gang of its own, beside the training: `Gang(evaluate=...)`.
 
-    One checkpoint is evaluated at a time. Of the checkpoints that arrive meanwhile, only the newest is evaluated next.
-    The others are skipped, and counted at the end. A failed evaluation, or the loss of its workers, costs this
-    evaluation alone: a notice names the rank and the cause, and the training goes on.
+    One checkpoint is evaluated at a time. Of the checkpoints that arrive meanwhile, all but the newest are skipped, and
+    counted at the end. A failed evaluation costs this evaluation alone: a notice names the rank and the cause, and the
+    training goes on.
 
-    The metrics go to trackers, displays, the Deck and `records`, under the checkpoint's step. The checkpoint gets the
-    metrics, too, as if it had been saved with them, so that `Gang(keep=Keep(best=..., metric=...))` ranks it.
+    The metrics go to trackers, displays, the Deck and `records`, under the checkpoint's step. The checkpoint gets them,
+    too, so that `Gang(keep=Keep(best=..., metric=...))` ranks it.
 
     Raises:
         ValueError: A field's value is invalid.
@@ -153,9 +152,9 @@ class Evaluate:
 
     function: Callable[..., Mapping[str, Any]]
     """Function that every rank of the evaluation's gang calls, which gets the checkpoint from
-    `current_rank().checkpoint.load()` or `load_sharded`. Its arguments get the values of the task's inputs, or of the
-    arguments of the function of `dispatch.run`, of the same names. Rank 0 returns the metrics: numbers or one-element
-    tensors by name."""
+    `current_rank().checkpoint.load()` or `load_sharded`. Its arguments get the training's inputs or arguments of the
+    same names. Rank 0 returns the metrics: numbers or one-element tensors by name.
+    """
     _: KW_ONLY
     workers: int = 1
     """Number of the cluster's workers that are kept for evaluations, with as many ranks on each as in the training.
@@ -165,8 +164,8 @@ class Evaluate:
     every: int = 1
     """Number of kept checkpoints from one evaluation to the next.
 
-    Each attempt of a task counts anew, and also evaluates the checkpoint from which it starts, unless that one was
-    evaluated before.
+    Each attempt counts anew, and also evaluates the checkpoint from which it starts, unless that one was evaluated
+    before.
     """
     timeout: float = 1800.0
     """Timeout, in seconds, of one evaluation.
@@ -209,9 +208,8 @@ class Gang:
     ranks_per_worker: int | Literal["auto"] = "auto"
     """Number of ranks on each Dask worker, from 1 up.
 
-    `auto`: one per GPU, or one without GPUs. A `DaskDDP` task counts GPUs in the limits of its workers, or else in
-    requests. `dispatch.run` and `dispatch.map` count the GPUs that the workers see, and divide a host's GPUs among its
-    workers.
+    `auto`: one per GPU, or one without GPUs. A `DaskDDP` task counts GPUs in its workers' limits, or else requests.
+    `dispatch` counts the GPUs that the workers see, and divides a host's GPUs among its workers.
     """
     workers: int | None = None
     """Number of the cluster's workers that a `dispatch.run` takes, from 1 up: those on which the fewest gangs train.
@@ -222,8 +220,8 @@ class Gang:
     """GPUs that a rank sees.
 
     `own`: only its own GPU, as device 0, with `LOCAL_RANK=0`. `all`: all GPUs of its worker, for code that uses
-    `cuda:{local_rank}` or several GPUs in each rank. The rank's own GPU is then torch's current device, and
-    `LOCAL_RANK` is its index. `current_rank().device` is always the rank's own GPU.
+    `cuda:{local_rank}` or several GPUs in each rank. The rank's own GPU is then torch's current device, with the index
+    `LOCAL_RANK`.
     """
     gpu_check: Literal["off", "quick"] | Callable[[int], None] = "quick"
     """Check of each rank's GPU before the process group forms, at each start of the gang.
@@ -282,9 +280,8 @@ class Gang:
     hints: bool = True
     """True: log one line for each likely mistake.
 
-    Some concern the training: a loss of NaN or infinity, ranks without collectives, a `DistributedSampler` without
-    `set_epoch`, a metric of `keep` that no checkpoint has. Others concern the start: variables or a seed that come too
-    late for the ranks.
+    Mistakes are a loss of NaN or infinity, ranks without collectives, a `DistributedSampler` without `set_epoch`, a
+    metric of `keep` that no checkpoint has, and variables or a seed that come too late for the ranks.
     """
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     """Environment variables of all ranks, as if set before each rank's Python started. They win over those of the task
@@ -297,9 +294,10 @@ class Gang:
     """
     log_dir: str | None = None
     """Folder for files with each rank's output, on the rank's own machine, with the names of `torchrun --log-dir`, such
-    as `<id of the gang>/attempt_0/<rank>/stdout.log`. A relative path begins at the ranks' working folder. The
-    driver's log has the output, too. If the disk is full or missing, the log says so, and the training goes on. None,
-    and in debug mode: no files."""
+    as `<id of the gang>/attempt_0/<rank>/stdout.log`. A relative path begins at the ranks' working folder. The driver's
+    log has the output, too. If the disk is full, the log says so, and the training goes on. None, and in debug mode: no
+    files.
+    """
     key: str | None = None
     """Name of the gang, unique in its task, by which the task's next attempt finds its checkpoints.
 
@@ -380,10 +378,9 @@ class Gang:
 class EarlyStopping:
     """Rule by which `dispatch.map` stops models early: asynchronous successive halving (Li et al. 2018).
 
-    A model is compared at its rungs: the epochs `grace_period`, `grace_period * reduction_factor`, `grace_period *
-    reduction_factor**2`, and so on. At a rung, the best `1 / reduction_factor` of the models that have reached the rung
-    go on. With fewer than twice `reduction_factor` models there, only the best one goes on. Models do not wait for each
-    other, so the first model at a rung always goes on.
+    A model is compared at its rungs, the epochs `grace_period * reduction_factor**n`. At a rung, the best `1 /
+    reduction_factor` of the models that have reached the rung go on. With fewer than twice `reduction_factor` models
+    there, only the best one goes on. Models do not wait for each other, so the first model at a rung always goes on.
 
     Raises:
         ImportError: The extra `sweep` is not installed.
@@ -430,9 +427,9 @@ class EarlyStopping:
 class Search:
     """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as workers are free.
 
-    At each suggestion, the study's sampler knows the results of all models that have ended. The study's pruner, by
-    default a `MedianPruner`, stops models early. The pruner sees the records of rank 0 that have both `epoch` and the
-    metric. The first record of an epoch counts.
+    The study's sampler knows the results of all models that have ended. The study's pruner, by default a
+    `MedianPruner`, stops models early. It sees rank 0's records with both `epoch` and the metric, the first of each
+    epoch.
 
     Raises:
         ValueError: A field's value is invalid.
@@ -504,7 +501,7 @@ class Wandb:
     """Mode of the run.
 
     None: wandb's own (`WANDB_MODE`, `wandb offline`), by default online with an API key, else offline with a line in
-    the log. Prompts are switched off.
+    the log. Never a prompt.
     """
     id: str | None = None
     r"""Id of the run: up to 128 characters without any of `/\#?%:`. None: `WANDB_RUN_ID`, or else derived from
@@ -552,11 +549,6 @@ class Wandb:
 def check_workers(
     problems: checks.Problems, evaluate: Evaluate | None, least: int | None, number: int, name: str, prefix: str = ""
 ) -> None:
-    """Note problems if there are too few workers for a gang's `evaluate` and `min_workers`.
-
-    `number` of workers is the setting `name`. `prefix`, such as `gang.`, stands before the names of the gang's
-    settings.
-    """
     num_kept = evaluate.workers if evaluate is not None else 0
     if num_kept >= number:
         problems.unless(False, f"{prefix}evaluate.workers", f"less than {name}, which is {number}")

@@ -1,7 +1,6 @@
 """Dask in a rank: `get_client`, `get_worker` and their callers, and the partitions of a `DaskPartitions`.
 
-A rank runs outside the worker's process, and is no Dask task. It asks its worker for the cluster's addresses, and
-`served` answers in the worker.
+A rank runs outside the worker's process, and is no Dask task. `served` answers its questions in the worker.
 """
 
 from __future__ import annotations

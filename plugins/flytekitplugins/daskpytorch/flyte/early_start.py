@@ -1,7 +1,7 @@
 """Starts the fork server while `pyflyte run` imports the workflow's file and torch: a cold run is a third shorter.
 
-Flytekit imports this module at the end of its own import, by the entry point `flytekit.plugins`. From then on Flyte is
-the host of this process, and the fork server imports flytekit before it forks ranks.
+Flytekit imports this module at the end of its own import, by the entry point `flytekit.plugins`. Flyte is then the host
+of this process, and the fork server imports flytekit before it forks ranks.
 """
 
 import sys

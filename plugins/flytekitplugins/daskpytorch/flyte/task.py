@@ -83,7 +83,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any] | str, ctx: Any, params: Any) -> None:
         """Write the task's Deck: first the tabs of the user's code, then ours, in place of flytekit's.
 
-        Exceptions are logged, and do not fail the task. `outputs` are values by name, or the finished HTML of the tab.
+        Exceptions do not fail the task. `outputs` are values by name, or the finished HTML of the tab.
         """
         if not self.enable_deck:
             return

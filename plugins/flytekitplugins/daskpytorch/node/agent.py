@@ -1,7 +1,6 @@
 """The agent: starts, watches and kills the ranks of one node, as the driver decides.
 
-Runs in a thread of a Dask worker, or in the task's own process, and does not import Dask. Relays orders to the ranks,
-and their reports, output and exits to the driver.
+Runs in a thread of a Dask worker, or in the task's own process, and does not import Dask.
 """
 
 import contextlib

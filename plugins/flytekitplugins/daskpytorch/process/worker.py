@@ -1,4 +1,4 @@
-"""Threads for slow work, such as requests to storage, to trackers and to a GPU's driver. Runs in the driver and ranks.
+"""Threads for slow work, such as requests to storage, to trackers and to a GPU's driver.
 
 The jobs of a queue (lane) run in order. While a failed job waits for its retry, only its lane waits.
 """

@@ -3,11 +3,10 @@
 A pickled value has parts: the pickle, and the memory of each large array and tensor (`pickler.put_apart`).
 
 A large call is anonymous memory (`memfd_create`) of the driver or an agent, the keeper. The node's ranks map it through
-`/proc/PID/fd`, so that their writes stay private. It lives while a process has it open or mapped.
+`/proc/PID/fd`, so that their writes stay private.
 
 A rank on the driver's machine writes its return value to the driver's folder. The driver maps the file and deletes its
-name at once, so that no file remains, however the processes end. Other values, and submitted files, travel in pieces,
-which agents only relay.
+name at once, so that no file remains, however the processes end. Other values, and submitted files, travel in pieces.
 """
 
 from __future__ import annotations

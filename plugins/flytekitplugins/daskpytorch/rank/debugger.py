@@ -1,7 +1,7 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-A rank that calls pdb waits until the driver attaches its terminal, or a user another one by `daskpytorch attach`. While
-a prompt is shown, a pseudo-terminal is its standard input, output and error.
+A rank that calls pdb waits until the driver or `daskpytorch attach` attaches a terminal. While a prompt is shown, a
+pseudo-terminal is its standard input, output and error.
 """
 
 from __future__ import annotations

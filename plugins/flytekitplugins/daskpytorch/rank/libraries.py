@@ -2,8 +2,6 @@
 
 On a machine without GPUs, Lightning's `Trainer()` and Accelerate assume a world of one rank: each rank would silently
 train a model of its own. So they count the gang's ranks, and Trainers that do not fit are refused.
-
-Runs in a rank, when the libraries are imported, and in the loaders' workers.
 """
 
 from __future__ import annotations

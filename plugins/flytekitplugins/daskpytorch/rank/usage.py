@@ -264,8 +264,8 @@ def of_variables(late: Sequence[str]) -> Noted | None:
 def watching_samplers(ledger: Ledger, tell: Callable[[Noted], object]) -> Iterator[None]:
     """Report a `DistributedSampler` that shuffles two epochs of training into the same order.
 
-    The order depends on seed and epoch alone. An epoch counts once an optimizer has made a step between two indices, so
-    evaluations do not count. A sampler whose `set_epoch` was called gets no hint.
+    An epoch counts once an optimizer has made a step between two indices, so evaluations do not count. A sampler whose
+    `set_epoch` was called gets no hint.
     """
     from torch.utils.data.distributed import DistributedSampler
 

@@ -6,8 +6,8 @@
         report.table(("name", "length"), [("Bello", 5)]),
     ))
 
-Every piece is complete HTML: a single piece can be a Deck, and pieces can be joined by `+`. Each piece contains the
-shared style and the library for drawing (70 kB). `page` contains them only once. Runs in the driver.
+Every piece is complete HTML with the shared style and the library for drawing (70 kB): a single piece can be a Deck.
+`page` contains them only once. Runs in the driver.
 """
 
 from flytekitplugins.daskpytorch.report import chart, pieces

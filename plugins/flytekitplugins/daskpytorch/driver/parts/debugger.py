@@ -1,7 +1,6 @@
 """Debugged ranks, and the driver's terminal, which attaches to one of them at a time. Runs in the driver.
 
-A rank that stops in pdb waits for a terminal at a socket of its machine. The driver attaches its own there if the
-machine is the same, as `daskpytorch attach` does with another one.
+A rank that stops in pdb waits for a terminal at a socket of its machine.
 """
 
 import contextlib
