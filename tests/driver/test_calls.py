@@ -336,7 +336,7 @@ def test_an_interrupted_call_has_not_failed_if_a_rank_makes_an_error_of_the_inte
     world.obey_all()
     assert world.outcomes[1].is_interrupted
     ends = [event.end for event in world.watcher.events if isinstance(event, journal.Called)]
-    assert [end.word for end in ends] == ["cancelled"]
+    assert [end.word for end in ends] == ["interrupted"]
 
 
 def test_a_rank_that_does_not_leave_a_cancelled_call_in_time_ends_the_gang(world: Staying) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -191,7 +190,7 @@ class Calls(Part):
         exits = {rank: attempt.exit_of_survivor(rank) for rank in attempt.survived}
         errors = {rank: from_user(error_of(exit_, attempt.world_size)) for rank, exit_ in exits.items()}
         cause = find_root_failure(exits.values()).rank if exits else None
-        stop = CancelledError("the call was interrupted") if call.is_interrupted else None
+        stop = KeyboardInterrupt("the call was interrupted") if call.is_interrupted else None
         end = journal.End.of(stop or (errors[cause] if cause is not None else None))
         self._state.observers.tell(journal.Called(name=call.name, end=end))
         attempt.survived.clear()  # no cause of a later loss
