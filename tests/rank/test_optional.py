@@ -82,6 +82,6 @@ def test_dask_worker_starts_where_its_fork_server_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start: Callable[[], None] = fails
-    monkeypatch.setattr(fork_client, "start_ahead", start)
+    monkeypatch.setattr(fork_client, "connect", start)
     preload.dask_setup(SimpleNamespace(nanny=None))
     assert "Starting the fork server ahead failed" in caplog.text

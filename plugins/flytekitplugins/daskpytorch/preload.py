@@ -33,4 +33,4 @@ def dask_setup(worker: Any) -> None:  # noqa: ARG001 - Dask passes the worker
     """
     check_system()
     with optional("Starting the fork server ahead"):  # if that fails, the first gang starts one
-        fork_client.start_ahead()
+        fork_client.connect().close()

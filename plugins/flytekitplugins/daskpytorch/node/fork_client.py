@@ -132,12 +132,6 @@ def connect() -> ForkServerClient:
     return ForkServerClient(mine, server.process)
 
 
-def start_ahead() -> None:
-    with _lock:
-        _running()
-    connect().close()
-
-
 def import_ahead(module: str) -> None:
     """Make later fork servers import a module, or call `module:function`."""
     if module not in _imported_ahead:

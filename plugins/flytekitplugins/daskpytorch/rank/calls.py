@@ -13,7 +13,6 @@ import ast
 import contextlib
 import gc
 import importlib
-import linecache
 import queue
 import signal
 import sys
@@ -147,13 +146,9 @@ def _wait_for_gpu() -> None:
 # ---- Cells of a notebook, run by calls of `cell`
 
 
-def remember(source: str) -> None:
-    linecache.cache[CELL] = (len(source), None, source.splitlines(keepends=True), CELL)
-
-
 def cell(source: str, kept: Mapping[str, Any]) -> str | None:
     main = vars(sys.modules["__main__"])
-    remember(source)
+    sources.remember(CELL, source)
     tree = ast.parse(source, CELL)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     main.update(kept)

@@ -44,7 +44,7 @@ def import_first_from(sources: Sources) -> None:
 
     sys.path_hooks.insert(0, find_in)
     if sources.script is not None and (original := sources.originals.get(str(sources.script))):
-        _remember(original, sources.script.read_bytes())
+        remember(original, sources.script.read_text(encoding="utf-8", errors="replace"))
 
 
 def _renew_packages(folder: Path) -> None:
@@ -92,12 +92,12 @@ class _Copied(SourceFileLoader):
         self, data: Any, path: Any, *, _optimize: int = -1
     ) -> Any:
         original = self._originals.get(os.fspath(path), path)
-        _remember(original, data)
+        remember(original, bytes(data).decode(errors="replace"))
         return super().source_to_code(data, original, _optimize=_optimize)
 
 
-def _remember(path: str, data: bytes) -> None:
-    text = data.decode(errors="replace")
+def remember(path: str, text: str) -> None:
+    """Make tracebacks show this text, whatever file this host has at the path."""
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
 
 
@@ -118,7 +118,7 @@ def set_up_program(program: Program, script: Path | None) -> None:
     main.__dict__["__getattr__"] = _SpareParts(program.spare_parts)
     sys.argv[:] = [str(script or sys.argv[0]), *(program.arguments or ())]
     for name, text in program.cells.items():
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        remember(name, text)
     for name, log_level in program.levels.items():
         logging.getLogger(name).setLevel(log_level)
     for pickled in program.handlers if not logging.root.handlers else ():

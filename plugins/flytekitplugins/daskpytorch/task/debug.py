@@ -25,6 +25,7 @@ from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.driver.storage import claimed, start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangCancelledError
+from flytekitplugins.daskpytorch.node.fork_server import set_environment
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.streams import say
@@ -127,7 +128,7 @@ def _become_rank(
         sharding=checkpoint.sharding,
         environment=settings.environment,
     )
-    stack.callback(_set_environment, dict(os.environ))
+    stack.callback(set_environment, dict(os.environ))
     changed = environment(os.environ, place, job, None, checkpoint.folder)
     os.environ.update({name: value for name, value in changed.items() if name != DEVICES})
     stack.callback(process_group.leave)
@@ -138,12 +139,6 @@ def _become_rank(
     context.enter(rank)
     told.tell(journal.Placed(shape=Shape(name=name, backend="gloo", nodes=[node], places=places)))
     told.tell(journal.Formed(seconds=time.monotonic() - begun_at))
-
-
-def _set_environment(environment: Mapping[str, str]) -> None:
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
 
 
 class _LocalCheckpoint(Checkpoint):

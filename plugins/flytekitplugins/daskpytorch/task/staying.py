@@ -32,7 +32,8 @@ from flytekitplugins.daskpytorch.protocol.function import check_arguments, check
 from flytekitplugins.daskpytorch.protocol.messages import Forget
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
-from flytekitplugins.daskpytorch.rank.calls import cell, remember
+from flytekitplugins.daskpytorch.rank.calls import CELL, cell
+from flytekitplugins.daskpytorch.rank.sources import remember
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 
 if TYPE_CHECKING:
@@ -378,7 +379,7 @@ def load_magic(shell: Any) -> None:
         ast.parse(source)  # a syntax error needs no rank
         if (gang := StayingGang.newest()) is None:
             raise RuntimeError("%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)")
-        remember(source)
+        remember(CELL, source)
         with gang.output_here():
             values = gang.call(cell, source, kept_of(gang, shell.user_ns)).result()
         is_quiet = shell.displayhook.semicolon_at_end_of_expression(source)
