@@ -73,7 +73,8 @@ class Flyte2Execution(host.Execution):
 
     def secret(self, name: Any) -> str:
         """Return a secret from its environment variable or else its mounted file. Raises `ValueError` without both."""
-        variable = name_of_secret(name)
+        default = f"{name.group}_{name.key}" if name.group else name.key
+        variable = getattr(name, "as_env_var", None) or default.replace("-", "_").upper()
         if variable in os.environ:
             return os.environ[variable]
         with contextlib.suppress(OSError):
@@ -135,12 +136,6 @@ def rank_environment(secrets: Any) -> dict[str, str]:
         "_U_ORG_NAME": action.org,
     }
     return inherited | {name: str(value) for name, value in names.items() if value}
-
-
-def name_of_secret(secret: Any) -> str:
-    """Return the environment variable in a `flyte.Secret`, or else Flyte's default for the secret."""
-    named = f"{secret.group}_{secret.key}" if secret.group else secret.key
-    return getattr(secret, "as_env_var", None) or named.replace("-", "_").upper()
 
 
 def storage() -> Storage | None:

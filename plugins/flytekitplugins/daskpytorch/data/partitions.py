@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
@@ -113,12 +113,6 @@ class Share(Sequence[Any]):
         """Index in the Dask collection, from 0 up, of each partition."""
         self._keys = keys
         self._way = way
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Share: ...
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker, knock, public
@@ -98,10 +97,9 @@ class _Run(Run):
         self._call(self._client.log_batch, info.run_id, params=params)
         self._logged = {metric.key: metric.step for metric in known.to_proto().metrics}
         self._notes = known.tags.get(NOTE_TAG, "")
-        self.where = f"run {info.run_id} in {public(self._client.tracking_uri)}"
-        if urlsplit(self._client.tracking_uri).scheme in ("http", "https"):
-            page = f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
-            self.where = f"{public(self._client.tracking_uri)}/{page}"
+        place, page = public(self._client.tracking_uri), f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
+        has_page = place.startswith(("http://", "https://"))
+        self.where = f"{place}/{page}" if has_page else f"run {info.run_id} in {place}"
         self.rewind(step)
 
     def rewind(self, step: int | None) -> None:
@@ -131,10 +129,8 @@ class _Run(Run):
         from mlflow.entities import RunTag
 
         metrics, tags, self._metrics, self._tags = self._metrics, self._tags, [], {}
-        if not metrics and not tags:
-            return
+        new = [RunTag(*tag) for tag in tags.items()]
         try:
-            new = [RunTag(*tag) for tag in tags.items()]
             self._call(self._client.log_batch, self._run.info.run_id, metrics=metrics, tags=new)
         except ConnectionError:
             self._metrics, self._tags = metrics, tags

@@ -161,15 +161,11 @@ def _export(gang: GangFigures) -> None:
     with _lock:
         if (provider := get_meter_provider()) not in _providers:
             _providers.append(provider)
-            _make_instruments(provider)
+            meter = provider.get_meter("flytekitplugins.daskpytorch")
+            for figure in FIGURES:
+                make = meter.create_observable_counter if figure.is_counter else meter.create_observable_gauge
+                make(f"daskpytorch.{figure.name}", [partial(_observe, figure)], figure.unit, figure.help)
         _gangs[:] = [*filter(lambda each: each.is_shown, _gangs), gang]
-
-
-def _make_instruments(provider: Any) -> None:
-    meter = provider.get_meter("flytekitplugins.daskpytorch")
-    for figure in FIGURES:
-        make = meter.create_observable_counter if figure.is_counter else meter.create_observable_gauge
-        make(f"daskpytorch.{figure.name}", [partial(_observe, figure)], figure.unit, figure.help)
 
 
 def _observe(figure: Figure, _: object) -> Iterator[Observation]:

@@ -80,15 +80,11 @@ def _line(value: Any) -> object | None:
     if isinstance(value, os.PathLike):  # flytekit's files, which `os.fspath` and `open` would download
         return ""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return _array(value)
+        num_bytes = getattr(value, "nbytes", None)
+        size = f", {num_bytes:,} bytes" if isinstance(num_bytes, int) else ""
+        return f"{value.dtype} {tuple(value.shape)}{size}"
     has_parameters = callable(getattr(value, "named_parameters", None))
     return f"{sum(each.numel() for each in value.parameters()):,} parameters" if has_parameters else None
-
-
-def _array(value: Any) -> str:
-    shape, num_bytes = tuple(value.shape), getattr(value, "nbytes", None)
-    size = f", {num_bytes:,} bytes" if isinstance(num_bytes, int) else ""
-    return f"{value.dtype} {shape}{size}"
 
 
 def _sequence(values: Collection[Any], depth: int) -> str:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from flyteidl.core import literals_pb2
-from flytekit import Deck, PodTemplate, PythonFunctionTask, Resources, TaskMetadata
+from flytekit import Deck, PodTemplate, PythonFunctionTask, Resources
 from flytekit.configuration import SerializationSettings
 from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
@@ -71,7 +71,7 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     """Base of all task types: infrastructure failures that Flyte retries, SIGTERM, and local runs."""
 
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
-        kwargs["annotations"] = _annotations(**kwargs)
+        kwargs["annotations"] = _annotations(kwargs)
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         self._made: Mapping[str, Literal] = {}
 
@@ -300,19 +300,14 @@ class DaskClusterTask(_Resumable, _OnDask):
             say(f"{self.name.rpartition('.')[2]}: Deck: {file}")
 
 
-def _annotations(
-    *,
-    metadata: TaskMetadata | None = None,
-    annotations: Mapping[str, str] | None = None,
-    pod_template: PodTemplate | None = None,
-    **_: Any,
-) -> dict[str, str]:
+def _annotations(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the annotations of a task's pods. The user's, also those of a pod template, win over ours.
 
     Flyte lets annotations of a task win over those of its pod template.
     """
-    own = annotations or getattr(metadata, "annotations", None) or {}  # flytekit 1.16.0 and 1.16.1 have none
-    of_template = (pod_template.annotations if pod_template is not None else None) or {}
+    # flytekit 1.16.0 and 1.16.1 have no annotations in the metadata
+    own = given.get("annotations") or getattr(given.get("metadata"), "annotations", None) or {}
+    of_template = getattr(given.get("pod_template"), "annotations", None) or {}
     return {name: value for name, value in in_ranks.UNDISTURBED.items() if name not in of_template} | dict(own)
 
 

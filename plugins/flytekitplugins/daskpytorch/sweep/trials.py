@@ -201,7 +201,6 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # Optuna logs every new study
     try:
         return optuna.create_study(
-            storage=optuna.storages.InMemoryStorage(),
             sampler=optuna.samplers.RandomSampler(),  # unused
             direction="minimize" if (settings.mode or direction_of(settings.metric)) == "min" else "maximize",
             pruner=optuna.pruners.SuccessiveHalvingPruner(
