@@ -133,7 +133,7 @@ def test_a_curve_ends_with_the_newest_value_also_if_thinned_and_logged_with_a_he
         metrics = {"loss": float(((4_999 - step) * 5 + 3) % 8)}  # the last is no extreme
         To(recorder).logged(record(step, **metrics, **({"val_loss": 9.0} if step % 100 == 99 else {})))
     assert by_step(recorder)["loss"][-1] == (4_999.0, 3.0)
-    assert recorder.newest["loss"] == 3.0
+    assert recorder.values.metrics["loss"] == 3.0
 
 
 @pytest.mark.parametrize(

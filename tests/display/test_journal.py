@@ -234,7 +234,7 @@ def test_a_long_run_has_a_short_journal_with_its_newest_values(tmp_path: Path, m
 
     run = run_of(file := journal_with(tmp_path, log))
     assert len(file.read_text().splitlines()) < 1_000
-    assert (run.newest, run.usages[0].num_steps) == ({"loss": 1 / 10_000, "val_loss": 2 / 10_000}, 9_999)
+    assert (run.values.metrics, run.usages[0].num_steps) == ({"loss": 1 / 10_000, "val_loss": 2 / 10_000}, 9_999)
     assert [each.step for each in run.records if "val_loss" in each.metrics] == [*range(999, 10_000, 1_000)]
 
 

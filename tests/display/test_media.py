@@ -78,4 +78,4 @@ def test_drawings_of_rank_0_travel_and_are_kept_by_nobody_else() -> None:
     assert sent[0].drawings == {name: metrics[name] for name in ("sample", "weights")}
     log = RunState()
     To(log).logged(sent[0])
-    assert log.newest == log.records[0].metrics == {"loss": 1.0}
+    assert log.values.metrics == log.records[0].metrics == {"loss": 1.0}

@@ -445,7 +445,7 @@ def test_a_late_record_leaves_the_newest_step_as_it_is() -> None:
     late = LogRecord(**values, step=2, metrics={"held_out": 0.7}, is_evaluation=True)  # type: ignore[arg-type]
     To(state).logged(newest)
     To(state).logged(late)
-    assert state.record == newest
+    assert state.values.record == newest
     assert state.values.numbers == {"loss": 0.5, "held_out": 0.7}
     assert [chart.by_step for chart in state.charts if "held_out" in chart.by_step] == [{"held_out": [(2.0, 0.7)]}]
     assert (Futures(state).step, Futures(state).metrics) == (9, {"loss": 0.5, "held_out": 0.7})

@@ -147,9 +147,9 @@ def test_after_a_restart_the_newest_values_are_those_of_the_records_that_stay() 
 
 def test_a_model_that_goes_on_has_its_records_up_to_the_checkpoint() -> None:
     state = RunState(before=model(0, 1, {"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}).records)
-    assert state.newest == {}
+    assert state.values.metrics == {}
     To(state).resumed(1)
-    assert (state.newest, [record.step for record in state.records]) == ({"loss": 2.0}, [0, 1])
+    assert (state.values.metrics, [record.step for record in state.records]) == ({"loss": 2.0}, [0, 1])
 
 
 def test_a_frame_has_a_row_for_each_model(models: ModelFutures) -> None:

@@ -124,8 +124,8 @@ MIN_TOTAL = 60.0
 
 A shorter gang spends most of its time on the start.
 """
-MAX_BITS = sys.float_info.max_exp
-"""Bits of a whole number that a float can hold."""
+MAX_BITS = sys.float_info.max_exp - 1
+"""Bits of a whole number, with which each is below the largest float."""
 PLAIN = frozenset((int, float, bool, str))
 """Types that every process can unpickle."""
 

@@ -73,7 +73,7 @@ def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
 
 
 def _how_it_goes(run: RunState) -> Iterable[str]:
-    phase, record = run.phase, run.record
+    phase, record = run.phase, run.values.record
     share = None
     if record is not None and record.num_steps:
         share = 1.0 if phase.tone == "good" else num_done(record) / record.num_steps
@@ -88,7 +88,7 @@ def _how_it_goes(run: RunState) -> Iterable[str]:
 
 def figures(run: RunState) -> dict[str, object]:
     figures: dict[str, object] = {}
-    record = run.record
+    record = run.values.record
     if run.metrics.epoch is not None:
         figures["epoch"] = run.metrics.epoch
     if record is not None:
@@ -130,7 +130,7 @@ def _best_of(chart: Chart, name: str) -> str:
 def _learning(run: RunState) -> Iterable[str]:
     charts = [chart for chart in run.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
     if not charts:
-        if run.record is None and run.usages:
+        if run.values.record is None and run.usages:
             yield report.section("Is it learning?", report.text(NOTHING_LOGGED, quiet=True))
         return
     num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in run.charts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +19,6 @@ from flytekitplugins.daskpytorch.records import RankUsage
 if TYPE_CHECKING:
     from opentelemetry.metrics import Observation
 
-MAX_METRICS = 200
-"""Exported metrics of the user: names made at run time cannot fill a database."""
 MAX_RANKS = 100
 SHOWN_AFTER_END = 120.0
 """Seconds for which an ended gang's figures are exported. An SDK exports every 60 s unless told otherwise."""
@@ -51,11 +48,6 @@ def _of_ranks(value: Callable[[RankUsage], float | None]) -> Callable[[RunState]
     return values
 
 
-def _metrics(run: RunState) -> Values:
-    numbers = ((name, value) for name, value in run.newest.items() if isinstance(value, (int, float)))
-    return dict(itertools.islice(numbers, MAX_METRICS))
-
-
 def _uses_of_time(run: RunState) -> Values:
     seconds = run.goodput.as_dict() if run.goodput is not None else {}
     return {use: seconds[use] for use in seconds if use != "total"}
@@ -74,13 +66,15 @@ FIGURES = (
         "Number of Dask workers, or 1 on the task's own node.",
         lambda run: len(run.shape.nodes) if run.shape else None,
     ),
-    Figure("step", "Step of rank 0's newest log record.", lambda run: run.record.step if run.record else None),
+    Figure(
+        "step", "Step of rank 0's newest log record.", lambda run: run.values.record.step if run.values.record else None
+    ),
     Figure(
         "steps",
         "Total number of steps, if the training logs the number.",
-        lambda run: run.record.num_steps if run.record else None,
+        lambda run: run.values.record.num_steps if run.values.record else None,
     ),
-    Figure("metric", "Newest value of each metric that rank 0 logs.", _metrics, label="metric"),
+    Figure("metric", "Newest value of each metric that rank 0 logs.", lambda run: run.values.numbers, label="metric"),
     Figure("restarts", "Restarts of the gang by kind of failure.", _restarts, label="kind", is_counter=True),
     Figure("forming", "Duration of the newest start, until all ranks have met.", lambda run: run.forming, unit="s"),
     Figure("goodput", "Time of the gang by its use.", _uses_of_time, unit="s", label="use"),

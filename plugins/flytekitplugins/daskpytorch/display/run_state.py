@@ -6,13 +6,14 @@ The same events give the same state, so a journal that is read again shows what 
 """
 
 import functools
+import itertools
 import math
 import pickle
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, singledispatchmethod
 from typing import Any
 
@@ -38,6 +39,7 @@ MAX_USAGE_POINTS = 400
 MAX_NAMES = 10_000
 """Metrics with a newest value. Names made up at run time beyond it begin anew."""
 MAX_VALUES = 200
+"""Numbers that pages, tables and databases show."""
 STEPS = "optimizer steps per second"
 """Steps of log records have another chart, since users number them freely."""
 WORKERS, RANKS, TRAINING, IDLE = "waiting for workers", "ranks start", "training", "idle"
@@ -54,18 +56,23 @@ class Phase:
 @dataclass
 class Values:
     record: LogRecord | None = None
+    """Newest log record, without evaluations."""
+    metrics: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
 
     @property
     def numbers(self) -> dict[str, float]:
-        return {} if self.record is None else self.record.numbers
+        """The first numbers, by name: names made up at run time cannot fill a page or a database."""
+        numbers = ((name, float(value)) for name, value in self.metrics.items() if isinstance(value, (int, float)))
+        return dict(itertools.islice(numbers, MAX_VALUES))
 
     def add(self, record: LogRecord) -> None:
-        values, steps = dict(record.metrics), dict.fromkeys(record.metrics, record.step)
-        if self.record is not None and len(self.record.metrics.keys() | values.keys()) <= MAX_VALUES:
-            values, steps = {**self.record.metrics, **values}, {**self.steps, **steps}
-        of = self.record if self.record is not None and record.is_evaluation else record
-        self.record, self.steps = replace(of, metrics=values), steps
+        """Add a record. Of too many metrics, only the newest record's are kept."""
+        if len(self.metrics.keys() | record.metrics.keys()) > MAX_NAMES:
+            self.metrics, self.steps = {}, {}
+        self.metrics = {**self.metrics, **record.metrics}  # a new dictionary, since other threads read the old one
+        self.steps = {**self.steps, **dict.fromkeys(record.metrics, record.step)}
+        self.record = self.record if record.is_evaluation else record
 
 
 class History:
@@ -130,10 +137,7 @@ class RunState(Observer):
     called_at: float = 0.0
     records: list[LogRecord] = field(default_factory=list)
     """Newest 100,000 log records of rank 0, with numbers and strings."""
-    newest: dict[str, Any] = field(default_factory=dict)
     values: Values = field(default_factory=Values)
-    record: LogRecord | None = None
-    """Newest log record of rank 0, without evaluations."""
     rate: Pace = field(default_factory=Pace)
     metrics: Metrics = field(default_factory=Metrics)
     drawings: dict[str, tuple[int, Histogram | Picture]] = field(default_factory=dict)
@@ -265,12 +269,9 @@ class RunState(Observer):
         numbers = record.numbers
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
-        newest = {**self.newest, **record.metrics}  # a new dictionary, since other threads read the old one
-        self.newest = newest if len(newest) <= MAX_NAMES else dict(record.metrics)
         self.values.add(record)
         self.metrics.take(record.step, numbers, is_evaluation=record.is_evaluation)
         if not record.is_evaluation:
-            self.record = record
             self.rate.add(record.time, record.step)
         for name, value in numbers.items():
             if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
@@ -378,9 +379,10 @@ class RunState(Observer):
     def cut(self, records: Sequence[LogRecord], step: float = math.inf) -> None:
         """Keep those of the records up to a step. All others will be logged again, or belong to the call before."""
         self.records = [record for record in records if record.step <= step]
-        self.record = next((record for record in reversed(self.records) if not record.is_evaluation), None)
-        self.newest = {name: value for record in self.records for name, value in record.metrics.items()}
-        self.values = Values()
+        values = Values()
+        for record in self.records:
+            values.add(record)
+        self.values = values
         self.rate.clear()
         self._spoilt.clear()
 
@@ -422,12 +424,12 @@ class Logged:
     @property
     def metrics(self) -> Mapping[str, Any]:
         """Newest value of each metric, by name."""
-        return dict(self._run_state.newest)
+        return dict(self._run_state.values.metrics)
 
     @property
     def step(self) -> int | None:
         """Step of rank 0's last log record. None without records."""
-        record = self._run_state.record
+        record = self._run_state.values.record
         return None if record is None else record.step
 
     @property

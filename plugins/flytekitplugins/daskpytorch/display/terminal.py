@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from textwrap import TextWrapper
 from typing import IO, cast
 
@@ -56,7 +56,8 @@ class News:
 
 
 def describe_values(values: Values) -> str:
-    return "" if values.record is None else describe_record(values.record, steps=values.steps)
+    record = values.record
+    return "" if record is None else describe_record(replace(record, metrics=values.metrics), steps=values.steps)
 
 
 def describe_record(

@@ -182,7 +182,7 @@ class Sweep:
         self.board.count(model.index, error)
         try:
             if self.trials is not None:
-                self.trials.tell(model.index, error, result, model.state.newest)
+                self.trials.tell(model.index, error, result, model.state.values.metrics)
         except BaseException as failure:  # a study's storage may raise anything, and the model keeps its result
             model.line.note(
                 f"the study could not record how the model ended ({type(failure).__name__}: {failure}). The model "

@@ -176,7 +176,7 @@ class _Judge(View):
     def on_end(self, error: Exception | None) -> None:
         if error is not None or not self._trials.claim_notice():
             return
-        names = ", ".join(sorted(self.state.newest)[:MAX_NAMES]) or "nothing"
+        names = ", ".join(sorted(self.state.values.metrics)[:MAX_NAMES]) or "nothing"
         self._say(
             f"early stopping: no record so far had both 'epoch' and {self._trials.metric!r} as numbers, so no model "
             f"can be stopped; logged were: {names}. Log both in one record at the end of each epoch"

@@ -105,4 +105,4 @@ def _table_of(state: RunState) -> str:
         row: dict[str, Any] = {"training": state.title, "status": state.phase.word}
         if state.stays and (held := state.memory):
             row["memory_gib"] = held / GIB
-        return notebook.table_of([notebook.row_of(row, state.record, state.values.numbers)])
+        return notebook.table_of([notebook.row_of(row, state.values.record, state.values.numbers)])
