@@ -205,8 +205,8 @@ class DaskAgents:
 
     def share(self, workers: Sequence[str], refill: Callable[[], list[str]]) -> DaskAgents:
         launcher = copy.copy(self)
-        launcher.workers, launcher.num_wanted, launcher._refill = workers, len(workers), refill  # noqa: SLF001
-        launcher._futures = []  # noqa: SLF001 - `close` ends only that gang's agents
+        own = {"_futures": [], "_refill": refill}  # `close` ends only that gang's agents
+        vars(launcher).update(workers=workers, num_wanted=len(workers), **own)
         return launcher
 
     def beside(self) -> DaskAgents | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.display import notebook
-from flytekitplugins.daskpytorch.display.journal_file import Journal, journal_in
+from flytekitplugins.daskpytorch.display.journal_file import journal_in
 from flytekitplugins.daskpytorch.display.run_state import RunState, watched
 from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
 from flytekitplugins.daskpytorch.display.training import GIB
@@ -37,11 +37,8 @@ class Shown:
     _tables: list[threading.Thread] = field(default_factory=list)
 
     def all_observers(self) -> list[Observer]:
-        return watched(self.state, [self.display, *self.journal(), *self.observers])
-
-    def journal(self) -> list[Journal]:
-        """Return the gang's journal, in its local run's folder unless the user names another."""
-        return journal_in(self.run.folder if self.run is not None else self.journal_folder)
+        journal = journal_in(self.run.folder if self.run is not None else self.journal_folder)
+        return watched(self.state, [self.display, *journal, *self.observers])
 
     def show_table(self) -> None:
         with optional("showing the notebook's table"):

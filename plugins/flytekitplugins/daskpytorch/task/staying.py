@@ -185,11 +185,7 @@ class StayingGang:
         return self._pending.end is None and not self._pending.is_closed
 
     def _await_start(self) -> None:
-        def end() -> bool:
-            self._supervisor.cancel()
-            return True
-
-        with deferred(end):
+        with deferred(self._supervisor.cancel):
             while not self._pending.has_formed.wait(TURN):
                 pass
         if self._pending.end is not None:
@@ -284,8 +280,11 @@ class StayingGang:
             check_arguments(function, *args, **kwargs)
         if not self.is_open:
             raise self._error_if_over()
-        with _packed_for(self):
+        token = _packing.set(self)
+        try:
             call, large = packed(function, args, kwargs)
+        finally:
+            _packing.reset(token)
         code = self._new_code()
         with self._pending.lock:
             if self.is_open:
@@ -338,15 +337,6 @@ class StayingGang:
         over = GangError(text, kind=getattr(cause, "kind", None))
         over.__cause__ = error
         return over
-
-
-@contextlib.contextmanager
-def _packed_for(gang: StayingGang) -> Iterator[None]:
-    token = _packing.set(gang)
-    try:
-        yield
-    finally:
-        _packing.reset(token)
 
 
 @contextlib.contextmanager
