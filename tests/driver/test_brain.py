@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import signal
 import tempfile
 import typing
@@ -210,8 +209,8 @@ def test_a_checkpoint_that_is_on_its_way_counts(gang_of: MakeWorld) -> None:
     world = gang_of()
     world.step(world.agent(W1))
     world.fail(world.agent(W2), 1, OwnError("bad batch"))
+    world.upload(world.agent(W1))  # rank 0 was told to end, and first writes what it has saved
     world.obey_all()
-    world.upload(world.agent(W1))
     start_again(world)
     assert len(world.starts) == 2
 
@@ -395,66 +394,13 @@ def test_cancelling_comes_before_all_else(gang_of: MakeWorld) -> None:
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def test_whole_checkpoint_is_waited_for_as_long_as_its_agent_is_there(gang_of: MakeWorld) -> None:
+def test_a_checkpoint_whose_file_is_gone_is_said_and_the_one_before_is_taken(gang_of: MakeWorld) -> None:
     world = gang_of()
     world.train()
-    world.step(world.agent(W1))  # ... and its upload takes long
-    world.fail(world.agent(W2), 1, OwnError("bad batch"))
-    world.obey_all()
-    world.wait(300.0)
-    assert len(world.starts) == 1
-    assert any("waiting until the newest checkpoint is complete" in note for note in world.watcher.notes)
-    world.upload(world.agent(W1))
-    world.form()
-    assert world.starts[1].job.checkpoint is not None
-    assert world.starts[1].job.checkpoint.step == 2
-    assert world.complaints == []
-
-
-def test_upload_whose_connection_broke_is_asked_for_again(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.step(world.agent(W1))
-    world.obey_all()
-    world.upload(world.agent(W1), ConnectionResetError("reset"))
-    world.fail(world.agent(W2), 1, OwnError("bad batch"))
-    world.obey_all()
-    assert len(world.starts) == 1
-    world.upload(world.agent(W1))
-    world.form()
-    assert world.starts[1].job.checkpoint is not None
-
-
-def test_upload_of_an_earlier_attempt_comes_too_late_and_holds_up_no_other(gang_of: MakeWorld) -> None:
-    world = gang_of(start_timeout=60.0)
-    agent = world.agent(W1)
-    world.step(agent)
-    world.fail(world.agent(W2), 1, RuntimeError("gloo: Connection reset by peer"))
-    world.kill_worker(W2)
-    let_pass(world, 65)  # the upload is awaited for a minute
-    world.new_worker()
-    world.wait(1.0)
-    world.form()
-    assert [start.job.attempt for start in world.starts] == [0, 1]
-    world.step(agent)
-    world.obey_all()
-    assert [file.attempt for file in agent.uploads] == [0, 1]
-    world.upload(agent)
-    assert world.saving.vault.saved() == ()
-    world.upload(agent)
-    assert [saved.step for saved in world.saving.vault.saved()] == [1]
-
-
-def test_upload_that_cannot_succeed_is_said_once_and_the_one_before_is_taken(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.train()
-    agent = world.agent(W1)
-    world.step(agent)
-    world.obey_all()
-    world.say(agent, messages.Sent(agent.uploads.pop(), "OSError: a bad disk"))
-    world.step(agent)  # the next one is asked for all the same
-    world.obey_all()
-    assert [file.step for file in agent.uploads] == [3]
-    assert sum("a bad disk" in note for note in world.watcher.notes) == 1
+    [kept] = world.checkpoints.entries()
+    world.report(world.agent(W1), 0, replace(kept, step=2))
+    assert sum("checkpoint of step 2 was not kept (FileNotFoundError" in note for note in world.watcher.notes) == 1
+    assert world.checkpoints.newest() == kept
 
 
 # ---- Sharded checkpoints --------------------------------------------------------------------------------------------
@@ -574,7 +520,6 @@ def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(gang_of: Make
     world.feed(world.state.request_stop, REASON)
     world.obey_all()  # they hold
     world.obey_all()  # they stop
-    world.upload(world.agent(W1))  # what rank 0 has saved, too
     world.obey_all()  # they leave
     if arrives:
         world.work()
@@ -620,27 +565,8 @@ def test_shards_are_stored_though_another_checkpoint_is_not(
     world.feed(world.state.request_stop, REASON)
     world.obey_all()  # they hold
     world.obey_all()  # they stop
-    world.upload(world.agent(W1))  # what rank 0 has saved, too
     world.obey_all()  # they leave
     assert str(raised(world)).endswith("; the next attempt goes on from the checkpoint of step 100")
-
-
-@pytest.mark.parametrize(("own", "is_waited_for"), [("/store", True), ("s3://flyte/n0", False)])
-def test_last_checkpoint_of_a_training_that_ends_well_is_waited_for_where_its_folder_is_the_users(
-    gang_of: MakeWorld, own: str, is_waited_for: bool
-) -> None:
-    world = gang_of(storage=StoragePaths(files=Files(LocalFileSystem()), previous=None, own=own))
-    for agent in world.connected():
-        world.step(agent)
-    for agent in world.connected():
-        world.deliver(agent)
-    for _ in range(5):
-        world.obey_all()
-    assert (world.results is None) == is_waited_for
-    if is_waited_for:
-        world.upload(world.agent(W1))
-    assert world.results == [0, 1]
-    assert world.watcher.kept_steps == ([1] if is_waited_for else [])
 
 
 def test_shards_count_as_progress_and_let_the_gang_grow(world_of: MakeWorld) -> None:
@@ -1295,21 +1221,14 @@ def arrive(world: World) -> list[int]:
     return steps
 
 
-def test_the_best_is_brought_though_newer_ones_wait(gang_of: MakeWorld) -> None:
+def test_the_best_is_kept_beside_the_newest(gang_of: MakeWorld) -> None:
     world = gang_of(keep=BEST)
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8)):
         world.save(world.agent(W1), step, loss=loss)
-    assert arrive(world) == [1, 2, 4]
+    assert arrive(world) == [1, 2, 3, 4]
     assert [file.step for file in world.checkpoints.entries()] == [2, 4]
     assert world.agent(W1).kept == world.agent(W2).kept == [2, 4]
-    assert [[kept.step for kept in told] for told in world.watcher.checkpoints] == [[1], [2], [2, 4]]
-
-
-def test_a_checkpoint_whose_metric_is_no_number_is_brought_once(gang_of: MakeWorld) -> None:
-    world = gang_of(keep=BEST)
-    world.save(world.agent(W1), 1, loss=math.nan)
-    assert arrive(world) == [1]
-    assert not world.saving.fetches.is_busy
+    assert [[kept.step for kept in told] for told in world.watcher.checkpoints] == [[1], [2], [2, 3], [2, 4]]
 
 
 def test_a_metric_that_counts_and_that_no_checkpoint_has_is_hinted_at(gang_of: MakeWorld) -> None:
@@ -1329,34 +1248,8 @@ def test_nothing_is_hinted_at_with_hints_off(gang_of: MakeWorld) -> None:
     assert [note for note in world.watcher.notes if "A hint" in note] == []
 
 
-def step_of(brought: messages.Bring) -> int | None:
-    return None if brought.answer.value is None else brought.answer.value.step
-
-
-def test_a_rank_that_asks_for_the_best_gets_it_once_all_that_was_saved_before_has_come(gang_of: MakeWorld) -> None:
-    world = gang_of(keep=BEST)
-    world.save(world.agent(W1), 1, loss=0.5)
-    world.save(world.agent(W1), 2, loss=0.1)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
-    world.obey_all()
-    world.upload(world.agent(W1))
-    world.obey_all()
-    assert world.agent(W1).brought == []
-    assert arrive(world) == [2]
-    [brought] = world.agent(W1).brought
-    assert (brought.attempt, brought.answer.number, step_of(brought)) == (0, 1, 2)
-
-
-def test_a_checkpoint_that_does_not_come_is_not_waited_for(gang_of: MakeWorld) -> None:
-    world = gang_of(keep=BEST)
-    world.save(world.agent(W1), 1, loss=0.5)
-    arrive(world)
-    world.save(world.agent(W1), 2, loss=0.1)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
-    world.obey_all()
-    world.upload(world.agent(W1), OSError("no space"))
-    world.obey_all()
-    assert [*map(step_of, world.agent(W1).brought)] == [1]
+def step_of(answer: Answer) -> int | None:
+    return None if answer.value is None else answer.value.step
 
 
 def test_other_ranks_get_what_rank_0_got_at_the_same_call(gang_of: MakeWorld) -> None:
@@ -1365,7 +1258,7 @@ def test_other_ranks_get_what_rank_0_got_at_the_same_call(gang_of: MakeWorld) ->
     arrive(world)
     world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1))
     world.obey_all()
-    assert world.agent(W2).brought == []  # rank 0 may save a better one before it asks
+    assert world.agent(W2).answers == []  # rank 0 may save a better one before it asks
     world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
     world.obey_all()
     world.save(world.agent(W1), 2, loss=0.1)
@@ -1375,8 +1268,8 @@ def test_other_ranks_get_what_rank_0_got_at_the_same_call(gang_of: MakeWorld) ->
     world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 2))
     world.obey_all()
     for worker in (W1, W2):
-        brought = world.agent(worker).brought
-        assert [(each.answer.number, step_of(each)) for each in brought] == [(1, 1), (2, 2)]
+        answers = world.agent(worker).answers
+        assert [(each.number, step_of(each)) for each in answers] == [(1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(("step", "found"), [(2, 2), (1, 1), (7, None), (None, 1)])
@@ -1387,7 +1280,7 @@ def test_a_checkpoint_is_had_by_its_step(gang_of: MakeWorld, step: int | None, f
         arrive(world)
     world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, step))
     world.obey_all()
-    assert [*map(step_of, world.agent(W1).brought)] == [found]
+    assert [*map(step_of, world.agent(W1).answers)] == [found]
 
 
 @pytest.mark.parametrize(("step", "found"), [(None, 101), (103, 103), (102, None)])
@@ -1401,11 +1294,11 @@ def test_shards_are_had_as_the_best_or_by_their_step_once_all_that_was_saved_is_
         world.write_shards(agent)
     world.report(world.agent(W1), 0, Ask(Question.SHARDED, 1, step))
     world.obey_all()
-    assert world.agent(W1).brought == []  # it is being committed
+    assert world.agent(W1).answers == []  # it is being committed
     world.work()
     world.obey_all()
-    [brought] = world.agent(W1).brought
-    assert step_of(brought) == found
+    [answer] = world.agent(W1).answers
+    assert step_of(answer) == found
     assert [kept.step for kept in world.watcher.checkpoints[-1]] == world.agent(W2).kept == [101, 103]
 
 
@@ -1572,8 +1465,7 @@ class AnyOrder(RuleBasedStateMachine):
     @happening
     def an_upload_ends(self, world: World, data: st.DataObject) -> None:
         if uploading := [agent for agent in world.connected() if agent.uploads]:
-            errors = [None, None, ConnectionResetError("reset"), ValueError("damaged")]
-            world.upload(uploading[0], data.draw(st.sampled_from(errors)))
+            world.upload(uploading[0], fails=data.draw(st.sampled_from([False, False, False, True])))
 
     @happening
     def ranks_write_shards(self, world: World, data: st.DataObject) -> None:

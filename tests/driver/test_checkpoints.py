@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, link_file
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, digest_of
 from test_vault import flip_a_byte
 
 SIZE = 5_000
@@ -61,7 +62,9 @@ def upload(checkpoints: Vault, agent: Path, file: CheckpointFile, meanwhile: Cal
         yield data[10:]
 
     connection: Any = SimpleNamespace(pieces=pieces)
-    checkpoints.receive(connection, file)
+    if (refusal := checkpoints.receive(connection, file)) is not None:
+        raise ValueError(refusal)
+    checkpoints.add(file)
 
 
 def names(folder: Path) -> list[str]:
@@ -113,10 +116,11 @@ def test_when_all_are_damaged_there_is_none_until_the_next_comes(checkpoints: Va
 # ---- Older attempts ----------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_of_an_older_attempt_takes_no_space(checkpoints: Vault, agent: Path) -> None:
+def test_checkpoint_of_an_older_attempt_takes_no_space(checkpoints: Vault, agent: Path, folder: Path) -> None:
     checkpoints.fence(1)
     with pytest.raises(ValueError, match="of attempt 0 came when attempt 1 was running"):
-        upload(checkpoints, agent, write(agent, 1), pytest.fail)
+        upload(checkpoints, agent, write(agent, 1))
+    assert names(folder) == []
 
 
 def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Vault, agent: Path, folder: Path) -> None:
@@ -128,12 +132,12 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Vault, ag
     assert names(folder) == [kept.name]
 
 
-# ---- On the agent's machine: the same file under a second name ------------------------------------------------------
+# ---- On the driver's machine ----------------------------------------------------------------------------------------
 
 
-def lend(checkpoints: Vault, agent: Path, folder: Path, file: CheckpointFile) -> None:
-    """What the agent does, and then says."""
-    assert link_file(agent / file.name, folder)
+def write_here(checkpoints: Vault, agent: Path, folder: Path, file: CheckpointFile) -> None:
+    """What rank 0 does, and then says."""
+    shutil.copyfile(agent / file.name, folder / file.name)
     checkpoints.add(file)
 
 
@@ -147,7 +151,7 @@ def test_a_file_that_is_there_and_does_not_count_is_removed(
     else:
         checkpoints.fence(1)
     with pytest.raises(ValueError, match="bytes, not" if what == "torn" else "of attempt 0 came when attempt 1"):
-        lend(checkpoints, agent, folder, file)
+        write_here(checkpoints, agent, folder, file)
     assert (checkpoints.newest(), names(folder)) == (None, [])
 
 
@@ -156,23 +160,25 @@ def test_a_late_file_of_an_older_attempt_leaves_an_equal_checkpoint_of_this_atte
 ) -> None:
     file = write(agent, 1, attempt=1)
     checkpoints.fence(1)
-    lend(checkpoints, agent, folder, file)
+    write_here(checkpoints, agent, folder, file)
     with pytest.raises(ValueError, match="of attempt 0 came when attempt 1"):
-        lend(checkpoints, agent, folder, replace(file, attempt=0))
+        write_here(checkpoints, agent, folder, replace(file, attempt=0))
     assert (checkpoints.newest(), names(folder)) == (file, [file.name])
 
 
-def test_a_second_name_replaces_another_file_and_is_not_to_be_had_where_there_is_no_such_folder(
-    agent: Path, folder: Path
+def test_a_lent_file_stays_whatever_the_policy_removes_until_the_next_attempt(
+    checkpoints: Vault, agent: Path, folder: Path
 ) -> None:
-    file = write(agent, 1)
-    (folder / file.name).write_text("damaged")
-    assert link_file(agent / file.name, folder)
-    assert link_file(agent / file.name, folder)  # it is there already
-    assert (folder / file.name).samefile(agent / file.name)
-    assert not link_file(agent / file.name, folder / "of another machine")
-    assert not link_file(agent / "not there", folder)
-    assert names(folder) == [file.name]
+    lent, *later = (write(agent, step) for step in range(4))
+    write_here(checkpoints, agent, folder, lent)
+    checkpoints.lend(lent)
+    checkpoints.lend(lent)  # each rank may ask
+    for file in later:
+        write_here(checkpoints, agent, folder, file)
+    assert not (folder / lent.name).exists()
+    assert digest_of(checkpoints.lent / lent.name) == lent.digest
+    checkpoints.take_back()
+    assert names(folder) == sorted(file.name for file in checkpoints.entries())
 
 
 # ---- What does not arrive -------------------------------------------------------------------------------------------

@@ -56,8 +56,7 @@ def save(world: World, *steps: int) -> None:
     for step in steps:
         world.save(world.agent(W1), step)
         world.obey_all()
-        while world.agent(W1).uploads:
-            world.upload(world.agent(W1))
+        world.upload_all(world.agent(W1))
 
 
 def deliver(world: World) -> None:
@@ -235,29 +234,31 @@ def test_the_best_is_loaded_once_all_are_judged(world_of: MakeWorld) -> None:
     world.obey_all()
     world.wait(20.0)  # and nobody hangs
     world.obey_all()
-    assert world.agent(W1).brought == []
+    assert world.agent(W1).answers == []
     world.end_evaluation()
     world.obey_all()
-    assert world.agent(W1).brought == []
+    assert world.agent(W1).answers == []
     world.end_evaluation()
     world.obey_all()
-    [brought] = world.agent(W1).brought
-    assert brought.answer.value.step == 1
+    [answer] = world.agent(W1).answers
+    assert answer.value.step == 1
     assert world.watcher.reasons == []
 
 
-@pytest.mark.parametrize("end", [lambda state: state.request_stop("the task was told to end"), GangState.cancel])
-def test_sigterm_and_ctrl_c_end_the_evaluation_and_begin_no_other(world_of: MakeWorld, end: Any) -> None:
+@pytest.mark.parametrize(
+    ("end", "last"), [(lambda state: state.request_stop("the task was told to end"), 4), (GangState.cancel, 3)]
+)
+def test_sigterm_and_ctrl_c_end_the_evaluation_and_begin_no_other(world_of: MakeWorld, end: Any, last: int) -> None:
     world = world_of(keep=Keep(last=1))
     save(world, 1, 2, 3)
     world.feed(end, world.state)
     assert world.evaluations[0].is_cancelled
     assert files(world) == [1, 3]  # the ranks of the evaluation may still load the checkpoint
     world.end_evaluation()
-    save(world, 4)
+    save(world, 4)  # nobody hears a rank after Ctrl-C
     assert steps(world) == [1]
     world.evaluator.end()
-    assert files(world) == [4]
+    assert files(world) == [last]
 
 
 @pytest.mark.parametrize("has_arrived", [True, False])

@@ -1,7 +1,6 @@
 """A caller without the gang's token is refused, and nothing that it sends is unpickled."""
 
 import contextlib
-import hashlib
 import os
 import pickle
 import queue
@@ -18,11 +17,9 @@ from ear import TOKEN, assert_hung_up, dialled, framed, heard, listening, order
 from flytekitplugins.daskpytorch.driver import listener as driver
 from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
-from flytekitplugins.daskpytorch.node import transfers
-from flytekitplugins.daskpytorch.protocol import framing
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
+from flytekitplugins.daskpytorch.protocol import dialing, framing
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Bring, Leaving, Lines, Question
+from flytekitplugins.daskpytorch.protocol.messages import Leaving, Lines
 from processes import num_open_files
 
 
@@ -117,7 +114,7 @@ def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.Simp
 
 def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Action]) -> None:
     with pytest.raises(ConnectionError, match="the driver of its gang is not there"):
-        transfers.dial(order(listener.address, token=b"u" * 32))
+        dialing.dial(order(listener.address, token=b"u" * 32))
     assert events.empty()
 
 
@@ -196,7 +193,7 @@ def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(
     with pytest.raises(
         ConnectionError, match=r"the driver of its gang is not there .*another program may use its port"
     ):
-        transfers.dial(order(address))
+        dialing.dial(order(address))
     thread.join()
 
 
@@ -217,7 +214,7 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
 
     def dial() -> None:
         try:
-            transfers.dial(order(address)).close()
+            dialing.dial(order(address)).close()
         except ConnectionError as error:
             refused.put(error)
 
@@ -232,34 +229,24 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
 # ---- Failed connections
 
 
-def test_a_transfer_survives_a_network_that_fails_for_a_moment(
-    tmp_path: Path, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
+def test_a_connection_survives_a_network_that_fails_for_a_moment(
+    events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = CheckpointFile(attempt=0, step=1, size=3, digest=hashlib.sha256(b"abc").hexdigest())
-    (tmp_path / "driver").mkdir()
-    (tmp_path / "agent").mkdir()
-    (tmp_path / "driver" / file.name).write_bytes(b"abc")
     with contextlib.ExitStack() as at_last:
         server = at_last.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))  # refuses connections
-
-        def serve(connection: Connection, _: object) -> None:
-            connection.send_file(tmp_path / "driver" / file.name)
 
         def waits() -> Iterator[float]:
             yield 0.0  # before the first connection
             server.listen()
             monkeypatch.setattr(framing, "listen_at", lambda _: server)
-            at_last.callback(listening(TOKEN, events, serve).end)
+            at_last.callback(listening(TOKEN, events).end)
             yield 0.0
 
-        monkeypatch.setattr(transfers, "DIAL_WAITS", waits())
-        agents = transfers.Transfers(order(server.getsockname()), tmp_path / "agent", lambda _: None)
-        at_last.enter_context(contextlib.closing(agents))
-        wanted = Bring(Answer(Question.CHECKPOINT, 0, file), attempt=0)
-        agents.bring(wanted)
-        assert agents.next_outcome() == wanted
-    assert (tmp_path / "agent" / file.name).read_bytes() == b"abc"
+        monkeypatch.setattr(dialing, "DIAL_WAITS", waits())
+        with contextlib.closing(dialing.dial(order(server.getsockname()), ConnectionError)) as connection:
+            connection.send(Leaving())
+            assert heard(events) == Leaving()
 
 
 # ---- Crowds at the driver's port
@@ -280,7 +267,7 @@ def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_l
 
 
 def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "DIAL_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(dialing, "DIAL_WAITS", (0.0, 0.0))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
@@ -290,6 +277,6 @@ def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPa
         thread = threading.Thread(target=hang_up)
         thread.start()
         with pytest.raises(ConnectionError, match=r"too many other callers .* hung up after \d+\.\d s") as failure:
-            transfers.dial(order(server.getsockname()[:2]))
+            dialing.dial(order(server.getsockname()[:2]))
         thread.join()
     assert "token" not in str(failure.value)

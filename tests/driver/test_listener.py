@@ -18,11 +18,10 @@ from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
-from flytekitplugins.daskpytorch.node import transfers
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.protocol import framing
+from flytekitplugins.daskpytorch.protocol import dialing, framing
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
@@ -155,7 +154,7 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
 
     class Launcher(OwnNode):
         def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-            agents.append(transfers.dial(orders[0]))
+            agents.append(dialing.dial(orders[0]))
             agents[0].send(Hello(describe_node(orders[0].worker, None), ("127.0.0.1", 1)))
             until(lambda: supervisor._calls.qsize() == 2, "the hello to be heard")
 

@@ -471,6 +471,3 @@ def test_file_system_without_links_gets_copies(tmp_path: Path, monkeypatch: pyte
     claim = str(tmp_path / "claim.json")
     assert [files.create(claim, b"first"), files.create(claim, b"second")] == [True, False]
     assert Path(claim).read_bytes() == b"first"
-
-
-# ---- Fetches of whole checkpoints from agents

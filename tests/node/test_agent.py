@@ -1,8 +1,6 @@
 """An agent carries out the driver's orders. The agent and its ranks are real, and the test plays the driver."""
 
 import atexit
-import contextlib
-import hashlib
 import os
 import queue
 import signal
@@ -25,9 +23,8 @@ from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
-from flytekitplugins.daskpytorch.node.transfers import Transfers
 from flytekitplugins.daskpytorch.protocol import code, framing, messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, Sharding
+from flytekitplugins.daskpytorch.protocol.checkpoints import Sharding
 from flytekitplugins.daskpytorch.protocol.failure import Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.function import pack_call
@@ -37,7 +34,7 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Leave, Qu
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.settings import Gang
-from processes import ends, fork_server, ranks_of, until
+from processes import fork_server, ranks_of, until
 
 Wanted = TypeVar("Wanted")
 
@@ -106,9 +103,6 @@ class Driver:
     def note_beat(self, connection: Connection, beat: bytes) -> None:
         if connection is self.connection and (moves := dict(framing.moves_in(beat))):
             self.unheard.append(moves)
-
-    def note_upload(self, *_: object) -> None:
-        """Take no files."""
 
     def note_end(self, connection: Connection) -> None:
         if connection is self.connection:
@@ -221,71 +215,6 @@ def refuses_connections(address: tuple[str, int]) -> bool:
     except ConnectionResetError:  # it was accepted by the kernel alone
         return False
     return False
-
-
-def test_checkpoint_that_cannot_be_sent_is_reported(driver: Driver) -> None:
-    missing = CheckpointFile(attempt=0, step=7, size=3, digest=hashlib.sha256(b"abc").hexdigest())
-    driver.send(messages.Fetch(missing))
-    told = driver.next(messages.Sent)
-    assert told.file == missing
-    assert "FileNotFoundError" in told.failure
-    driver.listener.close()
-    until(lambda: refuses_connections(driver.listener.address), "the listener's thread to close its socket")
-    driver.send(messages.Fetch(missing))
-    told = driver.next(messages.Sent)
-    assert "cannot reach the driver" in told.failure
-
-
-def test_an_answer_to_an_earlier_attempt_does_not_reach_the_ranks(driver: Driver) -> None:
-    def ask() -> str:
-        with pytest.raises(OSError, match="did not arrive") as raised:
-            current_rank().checkpoint.load(step=1)
-        return str(raised.value)
-
-    driver.start(ask)
-    assert driver.next(Ask) == Ask(Question.CHECKPOINT, 1, 1)
-    for attempt, failure in ((1, "of another attempt"), (0, "the disk is full")):
-        driver.send(messages.Bring(Answer(Question.CHECKPOINT, 1, None, failure), attempt))
-        driver.hear_beat()
-    assert "the disk is full" in cloudpickle.loads(driver.next(Returned).value)
-
-
-@pytest.fixture
-def at_hand(tmp_path: Path) -> Iterator[Transfers]:
-    """An agent's transfers, whose driver has a folder on this machine, and has gone."""
-    for name in ("driver", "agent"):
-        (tmp_path / name).mkdir()
-    connection, theirs = ends()
-    theirs.close()
-    order = AgentOrder(worker="w", driver=("127.0.0.1", 1), token=b"", folder=tmp_path / "driver")
-    with contextlib.closing(Transfers(order, tmp_path / "agent", connection.send)) as made:
-        yield made
-
-
-def test_a_checkpoint_that_is_to_be_loaded_is_not_among_the_oldest(at_hand: Transfers, tmp_path: Path) -> None:
-    files = [CheckpointFile(attempt=0, step=step, size=1, digest=digest_of_byte(step)) for step in range(6)]
-    for file in files:
-        (tmp_path / "agent" / file.name).write_bytes(bytes([file.step]))
-        os.utime(tmp_path / "agent" / file.name, (file.step, file.step))
-    chosen = messages.Bring(Answer(Question.CHECKPOINT, 1, files[0]), 0)
-    at_hand.bring(chosen)
-    assert at_hand.next_outcome() == chosen
-    at_hand._drop_older_than(tmp_path / "agent" / files[5].name)
-    kept = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "agent").iterdir())
-    assert kept == [0, 3, 4, 5]
-
-
-def test_a_checkpoint_of_the_driver_on_this_machine_is_not_copied(at_hand: Transfers, tmp_path: Path) -> None:
-    file = CheckpointFile(attempt=0, step=1, size=1, digest=digest_of_byte(1))
-    (tmp_path / "driver" / file.name).write_bytes(bytes([1]))
-    order = messages.Bring(Answer(Question.CHECKPOINT, 0, file), attempt=0)
-    at_hand.bring(order)
-    assert at_hand.next_outcome() == order  # and nobody listens where the driver would
-    assert (tmp_path / "agent" / file.name).samefile(tmp_path / "driver" / file.name)
-
-
-def digest_of_byte(value: int) -> str:
-    return hashlib.sha256(bytes([value])).hexdigest()
 
 
 # ---- Output ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fault_proxy import UNAVAILABLE, FaultProxy, denied, in_turns, late
 from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.driver import vault
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
+from gangs import put_driver_elsewhere
 from processes import MAX_SECONDS, Cluster, dask_cluster, nothing_left_behind, small_disk, until
 from seaweed import Weed
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, execute
@@ -114,7 +115,7 @@ def test_36_the_drivers_disk_is_full(
     with small_disk(tmp_path / "small") as small:
         monkeypatch.setattr(tempfile, "tempdir", str(small))
         watched = launch(client, outgrow_the_driver, 2 << 20)
-        refusal = f"the checkpoint of step {SAVED_NEXT} was not kept (OSError: [Errno 28] No space left on device"
+        refusal = f"could not keep the checkpoint of step {SAVED_NEXT} (OSError: [Errno 28] No space left on device"
         until(lambda: any(refusal in note for note in watched.notes) or watched.futures.done(), "the refusal")
         (watched.folder / "go").touch()
         check_resumed(watched, ft.SAVED_AT)
@@ -123,11 +124,8 @@ def test_36_the_drivers_disk_is_full(
 
 
 @pytest.fixture
-def driver_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The driver's files are on another disk than the workers', as on another machine: none can have a second name."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=tmp_path.name) as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
+def driver_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_driver_elsewhere(monkeypatch)
 
 
 @pytest.mark.usefixtures("driver_elsewhere")
@@ -138,12 +136,12 @@ def test_37_a_worker_is_killed_while_it_sends(
     with nothing_left_behind(), dask_cluster(tmp_path, hosts=HOSTS) as cluster, Client(cluster.address) as client:
         killed_at: list[float] = []
 
-        def take(connection: Any, wanted: Any, folder: Path) -> None:
-            if wanted.step == SAVED_NEXT and not killed_at:
+        def take(pieces: Any, path: Path, what: str, digest: str) -> None:
+            if what.endswith(f"step {SAVED_NEXT}") and not killed_at:
                 killed_at.append(time.time())
                 ft._leave(str(tmp_path / "traces"), "broken", "")
                 cluster.kill_worker(0)
-            take_file(connection, wanted, folder)
+            take_file(pieces, path, what, digest)
 
         take_file = vault.take_file
         monkeypatch.setattr(vault, "take_file", take)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.node import transfers
+from flytekitplugins.daskpytorch.protocol.dialing import dial
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 
@@ -33,9 +33,6 @@ class Heard:
 
     def note_end(self, connection: Connection) -> str:
         return GONE
-
-    def note_upload(self, *what: object) -> object:
-        return what
 
 
 def listening(
@@ -64,7 +61,7 @@ def order(address: tuple[str, int], token: bytes = TOKEN) -> AgentOrder:
 
 def dialled(ear: Listener) -> Connection:
     """An agent's connection that has sent no message."""
-    return transfers.dial(order(ear.address))
+    return dial(order(ear.address))
 
 
 def framed(data: bytes) -> bytes:

@@ -9,12 +9,14 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from flytekitplugins.daskpytorch import Gang, Observer, context
 from flytekitplugins.daskpytorch.context import Link, RankContext, current_rank
+from flytekitplugins.daskpytorch.dask.agents import DaskAgents
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.storage import storage_of
@@ -23,7 +25,7 @@ from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.checkpoints import Sharding
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
-from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.records import LogRecord
@@ -137,9 +139,21 @@ def order_for(settings: Gang | None = None, **job: Any) -> RankOrder:
         sources=Sources(folders=(), script=None),
         program=Program(),
         scratch="/nowhere",
+        agent=AgentOrder(driver=("127.0.0.1", 1), token=b""),
         directory="/",
         path=(),
     )
+
+
+def put_driver_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents of this process's gangs do not see the driver's folder, as on another machine."""
+
+    def launch(self: Any, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
+        launches[type(self)](self, [replace(order, folder=None) for order in orders], on_failure)
+
+    launches: dict[type, Any] = {launcher: launcher.launch for launcher in (DaskAgents, OwnNode)}
+    for launcher in launches:
+        monkeypatch.setattr(launcher, "launch", launch)
 
 
 def run_ranks(run: Callable[[Path], dict[str, Any]], world_size: int, directory: Path) -> list[dict[str, Any]]:

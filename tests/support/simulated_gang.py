@@ -6,7 +6,7 @@ import itertools
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,8 @@ class Agent:
     ranks: dict[int, Rank] = field(default_factory=dict)
     attempt: int | None = None
     uploads: list[CheckpointFile] = field(default_factory=list)
-    brought: list[messages.Bring] = field(default_factory=list)
+    """What its rank 0 writes, and has not reported."""
+    answers: list[Answer] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     """The steps that are kept, as it was told."""
     heard_at: float = 0.0
@@ -164,16 +165,6 @@ class Agent:
 
     def close(self) -> None:
         pass
-
-
-class Pieces(framing.Connection):
-    """A connection over which a file comes."""
-
-    def __init__(self, data: bytes) -> None:  # no socket
-        self._data = data
-
-    def pieces(self, size: int, what: str) -> Iterator[bytes]:
-        yield self._data[:size]
 
 
 class MoodyVault(Vault):
@@ -516,7 +507,7 @@ class World:
             if not agent.is_suspended:
                 self.obey(agent)
 
-    def _follow(self, agent: Agent, order: object) -> None:  # noqa: C901 - a case for each message
+    def _follow(self, agent: Agent, order: object) -> None:
         match order:
             case messages.Start():
                 self._begin(agent, order)
@@ -530,17 +521,15 @@ class World:
             case messages.Dump(ranks):
                 for rank in ranks:
                     self.say(agent, messages.Stacks(rank, "stack"))
-            case messages.Fetch(file):
-                agent.uploads.append(file)
-            case messages.Bring():
-                agent.brought.append(order)
             case messages.Close():
                 agent.is_closed = True
                 self.lose(agent)
 
-    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:
+    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:  # noqa: C901 - a case for each order
         if isinstance(order, Kept):
             agent.kept = [checkpoint.step for checkpoint in order.checkpoints]
+        if isinstance(order, Answer):
+            agent.answers.append(order)
         if isinstance(order, Release) and order.last_call:
             self._stop_by_itself(agent)
             return
@@ -599,6 +588,7 @@ class World:
     def _stop_by_itself(self, agent: Agent) -> None:
         """Its ranks save, and return, at the call of `should_stop` that turns true."""
         self.step(agent)
+        self.upload_all(agent)
         for rank in list(agent.ranks.values()):
             rank.has_delivered = True
             self.report(agent, rank.rank, Returned(stopped_early=True))
@@ -631,6 +621,8 @@ class World:
         self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False, watchdog: str = "", log_tail: str = ""
     ) -> None:
         if agent.ranks.pop(rank, None) is not None:
+            if rank == 0:
+                agent.uploads.clear()
             exited = messages.Exited(
                 rank, exitcode, stopped, out_of_memory=False, log_tail=log_tail, time=self.clock(), watchdog=watchdog
             )
@@ -656,23 +648,21 @@ class World:
                     self.save(agent, rank.step, loss=1.0 / rank.step)
 
     def save(self, agent: Agent, step: int, **metrics: float) -> None:
-        """Its rank 0 has written a checkpoint."""
-        self.report(agent, 0, replace(self._file(agent.attempt or 0, step), metrics=metrics))
+        """Its rank 0 begins to write a checkpoint."""
+        agent.uploads.append(replace(self._file(agent.attempt or 0, step), metrics=metrics))
 
     def _file(self, attempt: int, step: int) -> CheckpointFile:
         data = f"{attempt} {step}".encode()
         return CheckpointFile(attempt=attempt, step=step, size=len(data), digest=hashlib.sha256(data).hexdigest())
 
-    def upload(self, agent: Agent, error: Exception | None = None) -> None:
-        """The oldest checkpoint that it was asked for arrives with the driver, or not."""
+    def upload(self, agent: Agent, *, fails: bool = False) -> None:
+        """The oldest checkpoint that its rank 0 writes arrives in the driver's folder, or not."""
         file = agent.uploads.pop(0)
-        if error is None:
-            try:
-                self.checkpoints.receive(Pieces(f"{file.attempt} {file.step}".encode()), file)
+        if not fails and not agent.is_gone and not agent.is_hung_up:
+            self.checkpoints.path_of(file).write_bytes(f"{file.attempt} {file.step}".encode())
+            self.report(agent, 0, file)
+            if file in self.checkpoints.entries():
                 self.committed = file.step
-            except ValueError as refusal:
-                error = refusal
-        self.feed(self.state.note_upload, file, error)
 
     def write_shards(self, agent: Agent, *ranks: int, fails: bool = False) -> None:
         """These of its ranks, or all, have written their parts of a sharded checkpoint, or cannot.
@@ -744,7 +734,12 @@ class World:
         self.report(agent, rank, replace(failure, recalled=self.recalled.get(rank)))
         self.leave(agent, rank, 1)
 
+    def upload_all(self, agent: Agent) -> None:
+        while agent.uploads:
+            self.upload(agent)
+
     def deliver(self, agent: Agent) -> None:
+        self.upload_all(agent)
         for rank in list(agent.ranks.values()):
             if rank.is_ready and not rank.has_delivered:
                 rank.has_delivered = True
@@ -766,8 +761,7 @@ class World:
                 self.step(agent)
             self.obey_all()
             for agent in self.connected():
-                while agent.uploads:
-                    self.upload(agent)
+                self.upload_all(agent)
 
     def finish(self) -> None:
         """From here on everything goes well, however long it takes."""
@@ -783,8 +777,6 @@ class World:
             for agent in self.agents:
                 self.obey(agent)
             for agent in self.connected():
-                while agent.uploads and not self.is_over:
-                    self.upload(agent)
                 self.deliver(agent)
             self.obey_all()
             self.work()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import framing
-from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import READ_SIZE, Connection, Frames, watch_peer
 from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, Reported, Upload, unpack
 from flytekitplugins.daskpytorch.protocol.payload import Piece
@@ -235,10 +234,10 @@ class Listener:
         def work() -> None:
             try:
                 self._serve_file(connection, request)
-            except BaseException as error:  # any error means that the transfer has failed
-                self._end_transfer(connection, request, raisable(error, "the transfer"))
-            else:
-                self._end_transfer(connection, request, None)
+            except Exception as error:  # the rank notices the connection's end
+                _complain(error)
+            finally:
+                self._end_transfer(connection)
 
         thread = threading.Thread(target=work, name="daskpytorch-file", daemon=True)
         with self._lock:
@@ -247,15 +246,13 @@ class Listener:
                 connection.hang_up()
         try:
             thread.start()
-        except RuntimeError as error:  # the system refuses further threads for now
-            self._end_transfer(connection, request, error)
+        except RuntimeError:  # the system refuses further threads for now
+            self._end_transfer(connection)
 
-    def _end_transfer(self, connection: Connection, request: Transfer, error: Exception | None) -> None:
+    def _end_transfer(self, connection: Connection) -> None:
         with self._lock:
             connection.close()
             del self._transfers[connection]
-        if isinstance(request, Upload):
-            self._calls.put(functools.partial(self._state.note_upload, request.file, error))
 
 
 def _complain(error: BaseException) -> None:

@@ -72,9 +72,6 @@ class Part:
     def lose_agent(self, peer: Peer) -> None:
         """Called when an agent is lost."""
 
-    def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        """Called when a whole checkpoint has arrived in the driver, or its transfer has failed."""
-
     def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
         """Called when a checkpoint is safe, before an older one may be deleted."""
 

@@ -274,10 +274,6 @@ class GangState:
             reason, goes_on = SCHEDULER_LOST, False
         self.request_stop(reason, ends_gang=not goes_on, is_workers=True)
 
-    def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        for part in self.parts:
-            part.note_upload(file, error)
-
     # ---- from ranks
 
     def note_beat(self, connection: Connection, beat: bytes) -> None:

@@ -238,12 +238,17 @@ class Supervisor:
 
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
         call = self._staying.current if self._staying is not None else self._request
+        large = call.large.address if call is not None and call.large is not None else None
         if isinstance(request, messages.Upload):
-            vault.receive(connection, request.file)
-        elif request.file is not None:
-            connection.send_file(vault.path_of(request.file))
-        elif call is not None and call.large is not None:
-            connection.send_file(call.large.address.path)
+            connection.send(vault.receive(connection, request.file))
+            return
+        path = vault.lent / Path(request.name).name
+        if large is not None and request.name == large.name:
+            path = large.path
+        is_there = path.exists()
+        connection.send(None if is_there else f"the driver has no file {request.name}")
+        if is_there:
+            connection.send_file(path)
 
     def _see_through(self, gang: Assembled, committer: Committer) -> list[Any]:
         state, checkpoints, evaluator = gang.state, gang.checkpoints, gang.evaluator

@@ -24,7 +24,8 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, link_file, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointFile, ShardedCheckpoint, take_file
+from flytekitplugins.daskpytorch.protocol.files import link_or_copy
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
@@ -45,6 +46,7 @@ class Vault:
         self.keep = keep
         self._held: frozenset[str] = frozenset()
         self._disk = disk
+        self.lent = disk / LENT
         self.worker = worker or Worker()
         """Thread that makes all writes to storage."""
         self._lock = threading.RLock()
@@ -100,8 +102,7 @@ class Vault:
             self.sharded = [start]
             return
         file, path = start
-        if not link_file(path, self._disk):
-            shutil.copyfile(path, self._disk / file.name)
+        link_or_copy(path, self._disk / file.name)
         self.add(replace(file, attempt=self._attempt, folder=None))
 
     # ---- on the driver's disk
@@ -111,15 +112,27 @@ class Vault:
         with self._lock:
             self._attempt = attempt
 
-    def receive(self, connection: Connection, file: CheckpointFile) -> None:
-        """Receive a whole checkpoint from an agent, in a thread of the driver's listener.
+    def receive(self, connection: Connection, file: CheckpointFile) -> str | None:
+        """Receive a file that rank 0 uploads, in a thread of the driver's listener. Return the reason of a refusal."""
+        what = f"the checkpoint of step {file.step}"
+        pieces = connection.pieces(file.size, what)
+        try:
+            if (refusal := _refusal(file, self._attempt)) is None:
+                take_file(pieces, self.path_of(file), what, file.digest)
+        except (OSError, ValueError) as error:
+            refusal = f"{type(error).__name__}: {error}"
+        for _ in pieces:  # else the rank, which still sends, would get a reset in place of the reason
+            pass
+        return refusal
 
-        Raises `OSError` or `ValueError`.
-        """
-        if (refusal := _refusal(file, self._attempt)) is not None:
-            raise ValueError(refusal)
-        take_file(connection, file, self._disk)
-        self.add(file)
+    def lend(self, file: CheckpointFile | None) -> None:
+        """Give a file a second name, by which ranks load it, whatever the policy removes meanwhile."""
+        if file is not None and not (lent := self.lent / file.name).exists():
+            self.lent.mkdir(exist_ok=True)
+            link_or_copy(self.path_of(file), lent)
+
+    def take_back(self) -> None:
+        shutil.rmtree(self.lent, ignore_errors=True)
 
     def add(self, file: CheckpointFile) -> None:
         """Keep a whole checkpoint that is on the driver's disk, and queue a copy to storage.

@@ -23,16 +23,15 @@ from typing import assert_never
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
 from flytekitplugins.daskpytorch.node.ranks import LogFiles, Output, Rank, open_pipes
-from flytekitplugins.daskpytorch.node.transfers import Transfers, dial
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here
 from flytekitplugins.daskpytorch.protocol import framing, job, messages
 from flytekitplugins.daskpytorch.protocol.code import place_code
+from flytekitplugins.daskpytorch.protocol.dialing import dial
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder, WorkerData
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 HEARTBEAT_INTERVAL = 1.0
@@ -103,13 +102,11 @@ class _Agent:
         self._silent: list[Rank] = []
         self._stacks_at: float | None = None
         self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
-        self._transfers = Transfers(order, scratch, self._say)
         self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
         """Poll of all descriptors, with their handlers, or None after a change of the descriptors."""
 
     def close(self) -> None:
         self._server.close()
-        self._transfers.close()
         if self._meeting is not None:
             self._meeting.close()
         for rank in self._ranks.values():
@@ -146,7 +143,6 @@ class _Agent:
         handlers: dict[int, Callable[[], None]] = {
             self._driver.fileno(): self._follow,
             self._server.fileno(): self._note_exit,
-            self._transfers.fileno(): self._pass_on,
         }
         if self._leaving is not None:
             handlers[self._leaving] = self._say_leaving
@@ -171,10 +167,6 @@ class _Agent:
                 self._tell(order)
             case messages.Dump(ranks):
                 self._dump(ranks)
-            case messages.Fetch(file):
-                self._transfers.send(file)
-            case messages.Bring():
-                self._transfers.bring(message)
             case messages.Close():
                 self._open = False
             case _:
@@ -197,6 +189,7 @@ class _Agent:
                 sources=sources,
                 program=order.code.program,
                 scratch=str(self._scratch),
+                agent=self._order,
                 driver_folder=self._driver_folder(),
                 directory=str(Path.cwd()),
                 path=[*filter(None, order.job.environment.get("PYTHONPATH", "").split(os.pathsep)), *path_here()],
@@ -207,9 +200,6 @@ class _Agent:
                 rank.channel.send(asked)
                 if asked.serves_store and self._meeting is not None:
                     send_handle(rank.channel, self._meeting.fileno(), None)
-        for question, value in (Question.ARGUMENTS, order.job.large), (Question.CHECKPOINT, order.job.checkpoint):
-            if value is not None:
-                self._transfers.bring(messages.Bring(Answer(question, 0, value), order.job.attempt))
 
     def _driver_folder(self) -> str | None:
         folder = self._order.folder
@@ -296,12 +286,6 @@ class _Agent:
         for rank in ranks or self._ranks.values():
             with contextlib.suppress(OSError):  # the rank is already ending
                 rank.channel.send_bytes(data)
-
-    def _pass_on(self) -> None:
-        """Give ranks an answer, unless a newer attempt has replaced theirs."""
-        outcome = self._transfers.next_outcome()
-        if ranks := [rank for rank in self._ranks.values() if rank.attempt == outcome.attempt]:
-            self._tell(outcome.answer, *ranks)
 
     def _relay_reports(self, rank: Rank) -> None:
         try:

@@ -8,11 +8,11 @@ Runs in all processes. May import `process`, `settings`, `context`, `records` an
                                                                                                unopened, in `Reported`
     driver ──▶ all ranks      `messages.OrderToAll`                                            in `Tell`, then the pipe
     agent  ──▶ its ranks      `RankOrder` first, then `Answer` and `Quit`                      the pipe
-    agent  ◀─▶ driver         `Upload` or `Download`, and the bytes of a checkpoint            TCP, a connection a file
+    rank   ◀─▶ driver         `Upload` or `Download`, and the bytes of a file, from elsewhere   TCP, a connection a file
     rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each
 
-If an agent can reach the driver's folder, checkpoints get a hard link there (`checkpoints`), and a large return value
-is a file there (`payload`).
+On the driver's machine, ranks write checkpoints and large return values to the driver's folder, and read checkpoints
+there. Elsewhere checkpoints travel (`rank.transfers`), and return values come in pieces (`payload`).
 
 The driver listens and agents connect. Each end unpickles only after both have proved knowledge of the gang's token
 (`framing`). No end waits for an answer: a missing one shows as a closed connection, or as an agent without heartbeats.
@@ -31,9 +31,8 @@ each attempt. Ranks that connect earlier wait in the socket's queue, and no othe
       │ ◀── Reported ─────────────────────────── │ ◀── LogRecord, Noted, Piece ────────── │ log, submit
       │ ◀── a heartbeat: signs of life ───────── │ ◀── how many signs of life ─────────── │ log, steps and others
       │                                          │                                        │
-      │ ◀── Reported ─────────────────────────── │ ◀── CheckpointFile ─────────────────── │ rank 0 has saved
-      │ ─── Fetch(file) ───────────────────────▶ │                                        │
-      │ ◀══ Upload(file), its bytes; or Sent ═══ │                                        │
+      │ ◀══ from elsewhere: Upload(file), its bytes ═════════════════════════════════════ │ rank 0 has saved
+      │ ◀── Reported ─────────────────────────── │ ◀── CheckpointFile ─────────────────── │
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── WrittenShards ──────────────────── │ rank 0: shards in storage
       │ committed: ─────────────── Tell ───────▶ │ ─── Kept(checkpoints) ───────────────▶ │ checkpoint.list()
@@ -41,9 +40,9 @@ each attempt. Ranks that connect earlier wait in the socket's queue, and no othe
       │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ on any node
       │ ─── Stop ──────────────────────────────▶ │ ─── Quit ────────────────────────────▶ │ ends, or is killed
       │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵
-      │ all have ended, file received            │
+      │ all have ended, the file is lent         │
       │ ─── Start(job, from the file) ─────────▶ │ ─── RankOrder ───────────────────────▶ ╷ a new process
-      │ ◀══ Download(file); its bytes ═════════▶ │ ─── Answer ──────────────────────────▶ │ load returns
+      │ ◀══ to elsewhere: Download(name); its bytes, once a node ═══════════════════════▶ │ load returns
       │ ◀── Reported ─────────────────────────── │ ◀── Ready ──────────────────────────── │
       │                                          │                                        │
       │ a worker leaves: ─── Tell(Ask(HOLD)) ──▶ │ ─── Ask ─────────────────────────────▶ │ next should_stop blocks

@@ -5,21 +5,20 @@ Runs in ranks, agents and driver. Only one attempt writes to the folder of a sha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
-import os
 import re
-import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.folders import replacing
-from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
+
+LENT = "lent"
+"""Folder in the driver's folder, with the whole checkpoints that ranks of this attempt may load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +63,16 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def link_file(file: Path, folder: Path) -> bool:
-    """Make a hard link under the same name. Return False if that fails, as on another disk."""
-    unfinished = folder / f"unfinished-{file.name}-{uuid.uuid4().hex}"
-    try:
-        os.link(file, unfinished)
-        unfinished.rename(folder / file.name)  # no effect if both names mean the same file
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-    return True
-
-
-def take_file(connection: Connection, wanted: CheckpointFile, folder: Path) -> None:
-    """Receive a file, atomically, or raise EOFError, OSError or ValueError (wrong digest)."""
-    unfinished = folder / f"unfinished-{wanted.name}-{threading.get_ident()}"
-    with replacing(folder / wanted.name, unfinished), HashedFile(io.FileIO(unfinished, "w")) as file:
-        for piece in connection.pieces(wanted.size, f"the checkpoint of step {wanted.step}"):
+def take_file(pieces: Iterable[bytes], path: Path, what: str, digest: str | None = None) -> None:
+    """Write a received file, atomically. ValueError: it has another SHA-256 than `digest`."""
+    found, unfinished = hashlib.sha256(), path.with_name(f"unfinished-{path.name}-{uuid.uuid4().hex}")
+    with replacing(path, unfinished), unfinished.open("wb") as file:
+        for piece in pieces:
             file.write(piece)
-        if file.digest.hexdigest() != wanted.digest:
-            raise ValueError(f"the checkpoint of step {wanted.step} was damaged during its transfer")
+            if digest is not None:
+                found.update(piece)
+        if digest not in (None, found.hexdigest()):
+            raise ValueError(f"{what} was damaged during its transfer")
 
 
 # ---- Sharded checkpoints

@@ -102,14 +102,14 @@ class Files:
     def put(self, source: Path, path: str) -> None:
         """Upload a file that does not change afterwards: on the same disk, `path` may become a hard link."""
         if self.is_local:
-            _rename_into(path, lambda unfinished: _link_or_copy(source, unfinished))
+            _rename_into(path, lambda unfinished: link_or_copy(source, unfinished))
         elif {"s3", "gs"} & {self.fs.protocol, *self.fs.protocol}:
             self.fs.put_file(str(source), path, chunksize=CHUNK)
         else:
             self.fs.put_file(str(source), path)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     if source.stat().st_uid == os.geteuid():  # readers refuse another user's file
         with contextlib.suppress(OSError):  # another file system, or one without links
             os.link(source, target)

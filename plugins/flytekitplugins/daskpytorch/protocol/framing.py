@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ SIZE = struct.Struct("!Q")
 READ_SIZE = 1 << 16
 """Bytes of one read, limited so that one peer does not delay the others."""
 MAX_PIECE = 1 << 20
+SENT_AT_ONCE = 16 << 20
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
@@ -106,9 +107,13 @@ class Connection:
             for frame in frames.take(self.read(frames.wanted)):
                 return frame
 
-    def send_file(self, path: Path) -> None:
+    def send_file(self, path: Path, moved: Callable[[], object] = lambda: None) -> None:
+        """`moved` is called after each `SENT_AT_ONCE` bytes."""
+        num_sent = 0
         with path.open("rb") as file:
-            self._sock.sendfile(file)
+            while count := self._sock.sendfile(file, num_sent, SENT_AT_ONCE):
+                num_sent += count
+                moved()
 
     def read(self, size: int) -> bytes:
         data = self._sock.recv(size)

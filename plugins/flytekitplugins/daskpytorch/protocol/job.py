@@ -13,6 +13,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, Sha
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
@@ -84,7 +85,11 @@ class RankOrder:
     sources: Sources
     program: Program
     scratch: str
+    """The agent's folder, where ranks on other machines than the driver's read and write checkpoints."""
+    agent: AgentOrder
+    """The agent's own order, with the address of the driver and the gang's token."""
     driver_folder: str | None = None
+    """Folder on the driver's machine, for checkpoints and a large return value. None elsewhere."""
     directory: str
     path: Sequence[str]
     """The agent's `sys.path`, behind the folders in the gang's `PYTHONPATH`."""

@@ -1,8 +1,7 @@
 """All messages between driver, agents and ranks. Imports neither Dask nor torch.
 
 Questions travel as `Ask`, answers as `Answer`. The driver asks all ranks of an attempt, in `Tell`. The ranks' n-th
-questions of one kind have the same answer, which all ranks of a node get. Answers that every attempt or call needs come
-unasked.
+questions of one kind have the same answer, which all ranks of a node get.
 """
 
 import enum
@@ -86,13 +85,10 @@ class Question(enum.Enum):
     GOODPUT = enum.auto()
     """Answer: `Goodput`."""
     CHECKPOINT = enum.auto()
-    """A whole checkpoint on the rank's node. `about`: its step, or None for the best. Answer: `CheckpointFile` or None.
-    Number 0, unasked, is the attempt's start."""
+    """A whole checkpoint. `about`: its step, or None for the best. Answer: `CheckpointFile`, which the driver lends, or
+    None."""
     SHARDED = enum.auto()
     """As CHECKPOINT. Answer: `ShardedCheckpoint` or None."""
-    ARGUMENTS = enum.auto()
-    """A call's large arguments, unasked, on the rank's node. The number is that of a staying gang's call, else 0.
-    Answer: `Address`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,6 @@ class Answer:
     question: Question
     number: int
     value: Any
-    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -271,15 +266,6 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Answer to `Fetch` without an upload."""
-
-    file: CheckpointFile
-    failure: str | None = None
-    """Why the agent cannot send the file, or None if the driver's folder has a link to it."""
-
-
-@dataclass(frozen=True)
 class Leaving:
     """The agent's worker closes, by order of the Dask scheduler or a signal."""
 
@@ -290,7 +276,7 @@ class Stacks:
     text: str
 
 
-FromAgent = Hello | Reported | Lines | Exited | Broken | Sent | Leaving | Stacks
+FromAgent = Hello | Reported | Lines | Exited | Broken | Leaving | Stacks
 
 
 # ---- ... and to it
@@ -324,35 +310,26 @@ class Dump:
 
 
 @dataclass(frozen=True)
-class Fetch:
-    file: CheckpointFile
-
-
-@dataclass(frozen=True)
-class Bring:
-    """The agent downloads the checkpoint or arguments, and then gives its ranks of this attempt the answer."""
-
-    answer: Answer
-    attempt: int
-
-
-@dataclass(frozen=True)
 class Close:
     """The gang is over."""
 
 
-ToAgent = Start | Stop | Tell | Dump | Fetch | Bring | Close
+ToAgent = Start | Stop | Tell | Dump | Close
 
 
-# ---- Over connections of their own, in pieces that follow
+# ---- From ranks, over connections of their own, with a file's bytes
 
 
 @dataclass(frozen=True)
 class Upload:
+    """Comes before the file's bytes, after which the driver sends None, or the reason of a refusal."""
+
     file: CheckpointFile
 
 
 @dataclass(frozen=True)
 class Download:
-    file: CheckpointFile | None
-    """None stands for the large arguments of the user's call."""
+    """The driver then sends None and the file's bytes, or the reason of a refusal."""
+
+    name: str
+    """Name of a lent checkpoint's file, or of a call's large arguments (`Address.name`)."""

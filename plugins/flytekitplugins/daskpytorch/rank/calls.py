@@ -105,8 +105,7 @@ class Server:
             importlib.invalidate_caches()
 
     def _call(self, order: NextCall) -> Any:
-        is_large = order.large is not None
-        parts = self._link.large(order.number) if is_large else [memoryview(order.call)]
+        parts = self._link.large(order.large) if order.large is not None else [memoryview(order.call)]
         call = self._unpacked(parts)
         with ending_as_program():
             returned = self._completed(call.function(*call.args, **call.kwargs))

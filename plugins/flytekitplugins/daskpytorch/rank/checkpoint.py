@@ -1,6 +1,6 @@
 """Saves and loads a rank's checkpoints: copied at once, written atomically in the background. Runs in a rank.
 
-rank 0 --file--> its agent --connection--> the driver's checkpoints --connection--> every rank of the next attempt
+rank 0 --file--> the driver's checkpoints --file--> every rank of the next attempt    (`transfers`)
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import functools
 import io
 import os
 import pickle
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -22,9 +20,10 @@ from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, HashedFile, ShardedCheckpoint
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
+from flytekitplugins.daskpytorch.protocol.messages import Question
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN, Transfers
 from flytekitplugins.daskpytorch.records import SavedCheckpoint, numbers
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ class RankCheckpoint(Checkpoint):
             job.sharding, attempt=job.attempt, rank=order.place.rank, report=link.send, moved=link.progress.move
         )
         self.folder = Path(order.scratch)
+        self._transfers = Transfers(order, link.progress.move)
         self._attempt = job.attempt
         self._start = job.checkpoint
         self._is_main = order.place.rank == 0
@@ -52,6 +52,8 @@ class RankCheckpoint(Checkpoint):
         self._storage = job.storage
         self._best_by = job.settings.keep.metric
         self._worker = Worker(name="checkpoint")
+        if self._is_main:
+            self._transfers.tidy()
         self._loaded: SavedCheckpoint | None = None
 
     @property
@@ -98,29 +100,33 @@ class RankCheckpoint(Checkpoint):
         check_best("load", self._best_by, best, step)
         if best or step is not None:
             file = self._await_choice(None if step is None else int(step), CheckpointFile)
-        elif (file := self._start) is not None:
-            self._await(self._link.answer(Question.CHECKPOINT), f"the checkpoint of step {file.step}")
-            self._link.progress.reach(file.step, anew=True)
+        else:
+            file = self._start
         self._loaded = file.saved(self._storage) if file is not None else None
-        return read_checkpoint(self.folder / file.name) if file is not None else None
+        if file is None:
+            return None
+        state = read_checkpoint(self._fetched(file))
+        if file is self._start:
+            self._link.progress.reach(file.step, anew=True)
+        return state
 
     def list(self) -> Sequence[SavedCheckpoint]:
         return self._link.kept
 
     def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            written = write_checkpoint(self.folder, self._attempt, state, step, metrics)
+            written = write_checkpoint(self._transfers.folder, self._attempt, state, step, metrics)
+            self._transfers.deliver(written)
         except BaseException as error:  # mostly a full disk: the user is told, and the training goes on
-            print(
-                f"the checkpoint of step {step} was not written ({_reason(error)}); the training goes on, and the "
-                "checkpoint before stays the newest",
-                file=sys.stderr,
+            self._link.note(
+                f"could not keep the checkpoint of step {step} ({_reason(error)}); the training goes on, and the "
+                "checkpoint before stays the newest"
             )
             return
         self._link.send(written)
 
     def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
-        """Wait until the best checkpoint, or that of a step, arrives on this node.
+        """Wait until the driver has chosen the best checkpoint, or that of a step.
 
         Each rank asks. The n-th requests of all ranks get the same checkpoint, which the driver chooses for rank 0.
         """
@@ -129,7 +135,13 @@ class RankCheckpoint(Checkpoint):
         what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
         answer = self._link.ask(Question.SHARDED if kind is ShardedCheckpoint else Question.CHECKPOINT, step)
         patience = self._patience if step is None else 0.0
-        chosen = self._await(answer, what, ", for which rank 0 has to ask, too,", self._timeout + patience)
+        limit = self._timeout + patience
+        try:
+            chosen = answer.result(limit).value
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{what}, for which rank 0 has to ask, too, did not arrive within {limit:g} s. See the driver's log"
+            ) from error
         if chosen is None and step is not None:
             steps = ", ".join(str(kept.step) for kept in self.list()) or "none"
             raise LookupError(
@@ -139,22 +151,21 @@ class RankCheckpoint(Checkpoint):
             )
         return chosen if isinstance(chosen, kind) else None
 
-    def _await(self, answer: Future[Answer], what: str, more: str = "", timeout: float | None = None) -> object:
-        limit = self._timeout if timeout is None else timeout
+    def _fetched(self, file: CheckpointFile) -> Path:
         try:
-            arrived = answer.result(limit)
-        except TimeoutError as error:
-            raise TimeoutError(f"{what}{more} did not arrive within {limit:g} s. See the driver's log") from error
-        if arrived.failure is not None:
-            raise OSError(f"{what} did not arrive: {arrived.failure}. See the driver's log")
-        return arrived.value
+            return self._transfers.fetch(file)
+        except (EOFError, OSError, ValueError) as error:
+            raise OSError(
+                f"the checkpoint of step {file.step} did not arrive ({type(error).__name__}: {error}). See the "
+                "driver's log"
+            ) from error
 
 
 def write_checkpoint(folder: Path, attempt: int, state: Any, step: int, metrics: Mapping[str, float]) -> CheckpointFile:
     """The file gets its final name once it is complete."""
     import torch
 
-    unfinished = folder / f"unfinished-{attempt}-{step}"
+    unfinished = folder / f"{UNWRITTEN}{attempt}-{step}"
     try:
         with HashedFile(io.FileIO(unfinished, "w")) as file:
             torch.save(state, file)

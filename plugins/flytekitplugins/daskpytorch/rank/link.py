@@ -25,6 +25,7 @@ from flytekitplugins.daskpytorch.protocol.observer import RankObservers
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage, sharded_classes
 from flytekitplugins.daskpytorch.rank import usage
+from flytekitplugins.daskpytorch.rank.transfers import Transfers
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
 
@@ -105,6 +106,7 @@ class GangLink(Link):
         self._channel = channel
         self._is_main = place.rank == 0
         self._driver_folder = Path(order.driver_folder) if order.driver_folder is not None else None
+        self._transfers = Transfers(order, self.progress.move)
         self._timeout = job.settings.start_timeout
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
@@ -223,19 +225,15 @@ class GangLink(Link):
 
     # ---- questions, and their answers
 
-    def large(self, number: int = 0) -> list[memoryview]:
-        """Wait for a large call, and return its parts from memory that the node's ranks share.
-
-        `number` is 0 in a gang that does not stay. Raises `OSError` after a failed transfer.
-        """
-        arrived = self.answer(Question.ARGUMENTS, number).result()
-        del self._answers[Question.ARGUMENTS, number]
-        if not isinstance(arrived.value, Address):
+    def large(self, address: Address) -> list[memoryview]:
+        """Return the parts of a large call. OSError: the transfer has failed."""
+        try:
+            return self._transfers.arguments(address)
+        except (OSError, EOFError) as error:
             raise OSError(
-                f"the function's large arguments did not arrive on this node: {arrived.failure}. If memory is short "
-                "here, raise the worker's memory, or load the data inside the function."
-            )
-        return arrived.value.mapped()
+                f"the function's large arguments did not arrive on this node: {type(error).__name__}: {error}. If the "
+                "disk is full here, give the worker more, or load the data inside the function."
+            ) from error
 
     def ask(self, question: Question, about: object = None) -> Future[Answer]:
         self._num_asked[question] += 1

@@ -194,7 +194,8 @@ def _unpack(order: RankOrder, link: GangLink, session: Session) -> Call:
     try:
         if session.server is not None:
             return Call(function=session.server.serve, args=(), kwargs={})
-        data, *aside = link.large() if order.job.large is not None else [memoryview(order.job.call or b"")]
+        large = order.job.large
+        data, *aside = link.large(large) if large is not None else [memoryview(order.job.call or b"")]
         return unpack_call(data, aside)
     finally:  # observers also see a call fail whose modules cannot be imported
         if order.place.rank == 0:

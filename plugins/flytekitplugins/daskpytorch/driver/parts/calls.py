@@ -153,8 +153,6 @@ class Calls(Part):
         attempt.steps.clear()  # an asynchronous save reports after its call's end, too
         attempt.excuse()
         address = call.large.address if call.large is not None else None
-        if address is not None:
-            attempt.tell(messages.Bring(messages.Answer(Question.ARGUMENTS, call.number, address), attempt.number))
         code, self._code = self._code, None
         following = messages.NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)
         attempt.tell(Tell(following))

@@ -1,45 +1,42 @@
 """Transfer of a gang's checkpoints from ranks and to ranks. Runs in the driver.
 
-Rank 0 writes a whole checkpoint, which its agent sends to the driver (`vault`). All ranks write the shards of a sharded
-checkpoint directly to storage, and the driver commits the checkpoint (`committer`).
+Rank 0 writes a whole checkpoint to the driver's folder, or uploads it (`vault`). All ranks write the shards of a
+sharded checkpoint directly to storage, and the driver commits the checkpoint (`committer`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
-from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric, retained
-from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
+from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric
+from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, WrittenShards
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Question
-from flytekitplugins.daskpytorch.settings import Keep
 
-MAX_RETRIES = 2
-"""Retries of a checkpoint's fetch from an agent, after a broken connection."""
 GOES_ON = "the training goes on, and until the next checkpoint a restart begins from an earlier one"
 
 
 class Checkpoints(Part):
     _awaits_evaluations = False
     """A question for the best checkpoint waits for evaluations."""
-    takes = (CheckpointFile, WrittenShards, Question.CHECKPOINT, Question.SHARDED, messages.Sent)
+    takes = (CheckpointFile, WrittenShards, Question.CHECKPOINT, Question.SHARDED)
 
     def __init__(self, state: GangState, committer: Committer) -> None:
         self._state = state
         self._observers = state.observers
         self.vault = committer.vault
         self.committer = committer
-        self.fetches = Fetches(self.vault.keep, self.vault.entries)
         self.commits: dict[tuple[int, int], int] = {}
         """Step by (attempt number, save number)."""
 
     def equip(self, job: Job) -> Job:
-        return replace(job, checkpoint=self.vault.newest(), sharding=self.committer.sharding(), kept=self.vault.saved())
+        self.vault.take_back()
+        self.vault.lend(newest := self.vault.newest())
+        return replace(job, checkpoint=newest, sharding=self.committer.sharding(), kept=self.vault.saved())
 
     def begin(self, attempt: Attempt) -> None:
         self._asked: list[tuple[Peer, int, Ask]] = []
@@ -53,37 +50,22 @@ class Checkpoints(Part):
         match report:
             case CheckpointFile(step=step):
                 attempt.steps[rank] = step
-                self.fetches.fetch(peer, report)
+                self._note_written(report)
             case WrittenShards(step=step):
                 attempt.steps[rank] = step
                 self._note_shards(attempt, report)
             case Ask():
                 self._asked.append((peer, rank, report))
 
-    def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
-        """Keep a whole checkpoint that an agent has linked into the driver's folder."""
-        if not isinstance(message, messages.Sent):
-            return
-        error: Exception | None = None
-        if message.failure is not None:
-            error = OSError(f"{peer.node.title} could not send it: {message.failure}")
-        else:
-            try:
-                self.vault.add(message.file)
-            except (OSError, ValueError) as refusal:
-                error = refusal
-        self.note_upload(message.file, error)
-
-    def lose_agent(self, peer: Peer) -> None:
-        self.fetches.forget(peer)
-
-    def note_upload(self, file: CheckpointFile, error: Exception | None) -> None:
-        if error is None:
-            self._note_kept(file, before=lambda: self.fetches.note_end(file))
-        elif self.fetches.note_failure(file, is_worth_a_retry=isinstance(error, (EOFError, ConnectionError))):
+    def _note_written(self, file: CheckpointFile) -> None:
+        try:
+            self.vault.add(file)
+        except (OSError, ValueError) as error:
             self._observers.note(
                 f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); {GOES_ON}"
             )
+        else:
+            self._note_kept(file)
 
     def _note_shards(self, attempt: Attempt, said: WrittenShards) -> None:
         if said.attempt != attempt.number:
@@ -105,12 +87,8 @@ class Checkpoints(Part):
             )
         self.committer.sweep(commit.attempt, commit.number)
 
-    def _note_kept(
-        self, entry: CheckpointFile | ShardedCheckpoint, before: Callable[[], object] = lambda: None
-    ) -> None:
-        """`before` is called before observers and ranks hear of the checkpoint."""
+    def _note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
         self._state.note_kept(entry)
-        before()
         attempt = self._state.attempt
         if attempt is not None and attempt.number == entry.attempt:
             attempt.has_progressed = True
@@ -136,10 +114,8 @@ class Checkpoints(Part):
         match moment:
             case Moment.HUNG:
                 return self._awaits_evaluations
-            case Moment.RESTART:
-                return self.fetches.is_busy or bool(self.commits)
-            case Moment.RESULT:  # only for what stays after the gang
-                return bool(self.commits) or (self.fetches.is_busy and self.vault.is_users_folder)
+            case Moment.RESTART | Moment.RESULT:
+                return bool(self.commits)
             case _:
                 return False
 
@@ -174,7 +150,7 @@ class Checkpoints(Part):
                 self._chosen[asked.question, asked.number] = self._choose(asked)
         for peer, rank, asked in waiting:
             if (answer := self._chosen.get((asked.question, asked.number))) is not None:
-                peer.send(messages.Bring(answer, attempt.number))
+                peer.send(messages.Tell(answer))
             else:
                 self._asked.append((peer, rank, asked))
 
@@ -184,16 +160,13 @@ class Checkpoints(Part):
             found = find(self.vault.sharded, self.vault.keep, asked.about)
         else:
             found = find(self.vault.intact(), self.vault.keep, asked.about)
+            self.vault.lend(found)
         return Answer(asked.question, asked.number, found)
 
     def settle(self, *, is_last: bool) -> None:
         """Try storage more often at the end of the gang."""
         if is_last:
             self.vault.worker.shorten_pauses()
-
-    def enter(self, stage: Stage) -> None:
-        if stage == "settled":
-            self.fetches.clear()
 
     def restart(self, number: int) -> None:
         self.vault.fence(number)
@@ -221,65 +194,3 @@ class Checkpoints(Part):
         for uncommitted in self.commits.values():
             told += f"; that of step {uncommitted} could not be committed in time"
         return told
-
-
-@dataclass
-class Fetches:
-    """Fetches whole checkpoints, one at a time. Newer ones replace queued older ones, except the best."""
-
-    keep: Keep = field(default_factory=Keep)
-    kept: Callable[[], Sequence[CheckpointFile]] = tuple
-    _queue: list[tuple[Peer, CheckpointFile]] = field(default_factory=list)
-    """In the order in which ranks wrote them. The first fetch runs."""
-    _num_retries: int = 0
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._queue)
-
-    def fetch(self, peer: Peer, file: CheckpointFile) -> None:
-        self._queue.append((peer, file))
-        stay = retained([*self.kept(), *(queued for _, queued in self._queue)], replace(self.keep, last=1))
-        self._queue = [*self._queue[:1], *(queued for queued in self._queue[1:] if queued[1] in stay)]
-        if len(self._queue) == 1:
-            self._request()
-
-    def note_end(self, file: CheckpointFile) -> None:
-        if self._is_running(file):
-            self._turn()
-
-    def note_failure(self, file: CheckpointFile, *, is_worth_a_retry: bool) -> bool:
-        """Begin a retry or the next fetch.
-
-        Return True if the checkpoint is given up, False after a retry or a late failure.
-        """
-        if not self._is_running(file):
-            return False
-        if is_worth_a_retry and len(self._queue) == 1 and self._num_retries < MAX_RETRIES:
-            self._num_retries += 1
-            self._request()
-            return False
-        self._turn()
-        return True
-
-    def forget(self, peer: Peer) -> None:
-        is_running = bool(self._queue) and self._queue[0][0] is peer
-        self._queue[1:] = [queued for queued in self._queue[1:] if queued[0] is not peer]
-        if is_running:
-            self._turn()
-
-    def clear(self) -> None:
-        self._queue, self._num_retries = [], 0
-
-    def _is_running(self, file: CheckpointFile) -> bool:
-        return bool(self._queue) and self._queue[0][1] == file
-
-    def _turn(self) -> None:
-        self._queue.pop(0)
-        self._num_retries = 0
-        self._request()
-
-    def _request(self) -> None:
-        if self._queue:
-            peer, file = self._queue[0]
-            peer.send(messages.Fetch(file))

@@ -1,0 +1,123 @@
+"""Files between the driver and the ranks of a node: whole checkpoints, and a call's large arguments. Runs in ranks.
+
+on the driver's machine    ranks write and read in the driver's folder, and map the arguments in its memory
+elsewhere                  rank 0 uploads a checkpoint; the first rank that needs a file downloads it to the agent's
+                           folder, where the node's other ranks find it
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flytekitplugins.daskpytorch.process.folders import state_of
+from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointFile, digest_of, take_file
+from flytekitplugins.daskpytorch.protocol.dialing import dial
+from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
+from flytekitplugins.daskpytorch.protocol.payload import Address, mapped
+
+MAX_RETRIES = 2
+"""Retries of an upload after a broken connection."""
+UNWRITTEN = "saving-"
+"""Prefix of the name of a checkpoint's file that is being written."""
+ARGUMENTS = "arguments-"
+
+
+class Transfers:
+    def __init__(self, order: RankOrder, moved: Callable[[], object] = lambda: None) -> None:
+        """`moved` is called as a sign of life while bytes flow."""
+        self._agent = order.agent
+        self._scratch = Path(order.scratch)
+        self._shared = Path(order.driver_folder) if order.driver_folder is not None else None
+        self._moved = moved
+
+    @property
+    def folder(self) -> Path:
+        """Where rank 0 writes its checkpoints."""
+        return self._shared or self._scratch
+
+    def tidy(self) -> None:
+        """Remove what a killed rank 0 of an earlier attempt has left unfinished."""
+        for unfinished in self.folder.glob(f"{UNWRITTEN}*"):
+            unfinished.unlink(missing_ok=True)
+
+    def deliver(self, file: CheckpointFile) -> None:
+        """Bring a checkpoint's file from `folder` to the driver. OSError or EOFError: it did not arrive."""
+        if self._shared is not None:
+            return
+        for is_last in (*[False] * MAX_RETRIES, True):
+            try:
+                self._upload(file)
+                break
+            except (EOFError, ConnectionError):
+                if is_last:
+                    raise
+        for old in self._scratch.glob("step-*.pt"):  # the driver has all that may still be loaded
+            if old.name != file.name:
+                old.unlink(missing_ok=True)
+
+    def fetch(self, file: CheckpointFile) -> Path:
+        """Return the path of a checkpoint's file that the driver lends. OSError, EOFError or ValueError: none came."""
+        if self._shared is not None:
+            return self._shared / LENT / file.name
+        path = self._scratch / file.name
+        if path.exists() and digest_of(path) == file.digest:
+            return path
+        seen = _state_of(path)
+        with self._once_a_node():
+            if _state_of(path) == seen:  # else another rank has downloaded it
+                self._download(file.name, path, file.size, f"the checkpoint of step {file.step}", file.digest)
+        return path
+
+    def arguments(self, address: Address) -> list[memoryview]:
+        """Map a call's large arguments, in memory that the node's ranks share. OSError or EOFError: none came."""
+        if address.is_here:
+            return address.mapped()
+        path = self._scratch / f"{ARGUMENTS}{address.name}"
+        with self._once_a_node():
+            if not path.exists():
+                for old in self._scratch.glob(f"{ARGUMENTS}*"):  # an ended call's
+                    old.unlink(missing_ok=True)
+                self._download(address.name, path, address.size, "the call's large arguments")
+        with path.open("rb") as file:
+            return mapped(file, address.segments)
+
+    def _upload(self, file: CheckpointFile) -> None:
+        with contextlib.closing(dial(self._agent, ConnectionError)) as connection:
+            connection.send(messages.Upload(file))
+            connection.send_file(self._scratch / file.name, self._moved)
+            _check(connection)
+
+    def _download(self, name: str, path: Path, size: int, what: str, digest: str | None = None) -> None:
+        with contextlib.closing(dial(self._agent, ConnectionError)) as connection:
+            connection.send(messages.Download(name))
+            _check(connection)
+            take_file(self._watched(connection, size, what), path, what, digest)
+
+    def _watched(self, connection: Connection, size: int, what: str) -> Iterator[bytes]:
+        for piece in connection.pieces(size, what):
+            self._moved()
+            yield piece
+
+    @contextlib.contextmanager
+    def _once_a_node(self) -> Iterator[None]:
+        """Let one rank of the node at a time look for a file, and download it."""
+        lock = os.open(self._scratch / "downloads.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with contextlib.suppress(OSError):  # without locks, each rank may download the file
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    return state_of(path) if path.exists() else None
+
+
+def _check(connection: Connection) -> None:
+    if (refusal := connection.recv()) is not None:
+        raise OSError(refusal)
