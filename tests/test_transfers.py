@@ -15,7 +15,7 @@ from ear import order as order_of_agent
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN, Transfers
@@ -62,12 +62,12 @@ def ranks(driver: Driver, tmp_path: Path) -> list[Transfers]:
     return [Transfers(order) for _ in range(3)]
 
 
-def checkpoint(step: int) -> tuple[CheckpointFile, bytes]:
+def checkpoint(step: int) -> tuple[CheckpointEntry, bytes]:
     data = bytes([step]) * (40 << 20)
-    return CheckpointFile(attempt=0, step=step, size=len(data), digest=hashlib.sha256(data).hexdigest()), data
+    return CheckpointEntry(attempt=0, step=step, size=len(data), digest=hashlib.sha256(data).hexdigest()), data
 
 
-def written(ranks: list[Transfers], step: int) -> CheckpointFile:
+def written(ranks: list[Transfers], step: int) -> CheckpointEntry:
     file, data = checkpoint(step)
     (ranks[0].folder / file.name).write_bytes(data)
     return file

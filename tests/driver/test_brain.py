@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, payload
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -633,7 +633,7 @@ def test_every_question_of_a_rank_and_every_report_has_one_taker(world_of: MakeW
         CallEnded,
     }
     assert {*typing.get_args(messages.ShortReport)} <= {*taken, *by_core}
-    assert {Question.GOODPUT, Question.CHECKPOINT, Question.SHARDED} <= {*taken}
+    assert {Question.GOODPUT, Question.CHECKPOINT} <= {*taken}
 
 
 def test_failure_of_an_agent_is_no_error_of_the_function(gang_of: MakeWorld) -> None:
@@ -857,7 +857,7 @@ def test_a_gang_whose_ranks_all_answer_is_judged_at_once(gang_of: MakeWorld) -> 
 
 def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(gang_of: MakeWorld) -> None:
     world = gang_of()
-    file = CheckpointFile(attempt=0, step=5, size=1, digest="0" * 64)
+    file = CheckpointEntry(attempt=0, step=5, size=1, digest="0" * 64)
     for rank, agent, report in (
         (0, W1, LogRecord(rank=0, step=3, num_steps=None, time=0.0, metrics={})),
         (1, W2, LogRecord(rank=1, step=4, num_steps=None, time=0.0, metrics={})),
@@ -1208,6 +1208,8 @@ def test_gang_that_may_hang_for_ever_is_never_asked(world_of: MakeWorld) -> None
 # ---- The best checkpoints -------------------------------------------------------------------------------------------
 
 BEST = Keep(last=1, best=1, metric="loss")
+THE_BEST = False, None
+"""The question for the best whole checkpoint."""
 
 
 def arrive(world: World) -> list[int]:
@@ -1256,16 +1258,16 @@ def test_other_ranks_get_what_rank_0_got_at_the_same_call(gang_of: MakeWorld) ->
     world = gang_of(keep=BEST)
     world.save(world.agent(W1), 1, loss=0.5)
     arrive(world)
-    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1, THE_BEST))
     world.obey_all()
     assert world.agent(W2).answers == []  # rank 0 may save a better one before it asks
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, THE_BEST))
     world.obey_all()
     world.save(world.agent(W1), 2, loss=0.1)
     arrive(world)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 2))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 2, THE_BEST))
     world.obey_all()
-    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 2))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 2, THE_BEST))
     world.obey_all()
     for worker in (W1, W2):
         answers = world.agent(worker).answers
@@ -1278,7 +1280,7 @@ def test_a_checkpoint_is_had_by_its_step(gang_of: MakeWorld, step: int | None, f
     for saved, loss in ((1, 0.1), (2, 0.9)):
         world.save(world.agent(W1), saved, loss=loss)
         arrive(world)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, step))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, (False, step)))
     world.obey_all()
     assert [*map(step_of, world.agent(W1).answers)] == [found]
 
@@ -1292,7 +1294,7 @@ def test_shards_are_had_as_the_best_or_by_their_step_once_all_that_was_saved_is_
         world.save_shards()
     for agent in world.connected():
         world.write_shards(agent)
-    world.report(world.agent(W1), 0, Ask(Question.SHARDED, 1, step))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, (True, step)))
     world.obey_all()
     assert world.agent(W1).answers == []  # it is being committed
     world.work()
@@ -1549,7 +1551,7 @@ class AnyOrder(RuleBasedStateMachine):
     def a_checkpoint_stays_while_it_is_evaluated_and_is_evaluated_once(self) -> None:
         if (running := self.world.evaluating) is not None:
             assert running.path.is_file()
-        entries = [evaluation.entry.identity for evaluation in self.world.evaluations]
+        entries = [evaluation.entry.name for evaluation in self.world.evaluations]
         assert len(set(entries)) == len(entries)
 
     @invariant()

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, digest_of
 from test_vault import flip_a_byte
 
 SIZE = 5_000
@@ -42,15 +42,17 @@ def checkpoints(folder: Path) -> Vault:
     return Vault(None, Keep(), folder)
 
 
-def write(agent: Path, step: int, attempt: int = 0) -> CheckpointFile:
+def write(agent: Path, step: int, attempt: int = 0) -> CheckpointEntry:
     """A checkpoint as a rank leaves it with its agent."""
     data = hashlib.shake_128(str(step).encode()).digest(SIZE)
-    file = CheckpointFile(attempt=attempt, step=step, size=SIZE, digest=hashlib.sha256(data).hexdigest())
+    file = CheckpointEntry(attempt=attempt, step=step, size=SIZE, digest=hashlib.sha256(data).hexdigest())
     (agent / file.name).write_bytes(data)
     return file
 
 
-def upload(checkpoints: Vault, agent: Path, file: CheckpointFile, meanwhile: Callable[[], None] = lambda: None) -> None:
+def upload(
+    checkpoints: Vault, agent: Path, file: CheckpointEntry, meanwhile: Callable[[], None] = lambda: None
+) -> None:
     """A checkpoint comes over a connection, in two pieces, between which something may happen."""
     data = (agent / file.name).read_bytes()
 
@@ -135,7 +137,7 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Vault, ag
 # ---- On the driver's machine ----------------------------------------------------------------------------------------
 
 
-def write_here(checkpoints: Vault, agent: Path, folder: Path, file: CheckpointFile) -> None:
+def write_here(checkpoints: Vault, agent: Path, folder: Path, file: CheckpointEntry) -> None:
     """What rank 0 does, and then says."""
     shutil.copyfile(agent / file.name, folder / file.name)
     checkpoints.add(file)

@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
     DIGESTS,
     METADATA,
-    ShardedCheckpoint,
+    CheckpointEntry,
     WrittenShards,
     folder_name,
 )
@@ -87,11 +87,11 @@ class Driver:
         """Those that ranks would start from."""
         return [entry.step for entry in self.committer.sharding().start]
 
-    def named(self) -> list[ShardedCheckpoint]:
+    def named(self) -> list[CheckpointEntry]:
         """What the manifest in storage names."""
         found = manifest.read(Files(self.fs), self.uri)
         assert found is not None
-        return found[1]
+        return [entry for entry in found if entry.is_sharded]
 
     def folders(self) -> list[str]:
         """Those that lie in storage: step, attempt and number."""
@@ -185,13 +185,13 @@ def test_manifest_that_is_cut_off_costs_no_shards(driver: MakeDriver, tmp_path: 
     assert first.folders() == ["step-10/0-0"]
 
 
-@pytest.mark.parametrize(("content", "found"), [('{"checkpoints": []}', 1), ('{"format": 3, "all": []}', 3)])
+@pytest.mark.parametrize(("content", "found"), [('{"checkpoints": []}', 1), ('{"format": 4, "all": []}', 4)])
 def test_checkpoints_of_another_version_are_refused_and_stay(driver: MakeDriver, content: str, found: int) -> None:
     first = driver()
     first.save(10, 0)
     first.close()
     Path(first.uri, MANIFEST).write_text(content)
-    with pytest.raises(GangStartError, match=rf"of format {found}, which another version .* reads format 2"):
+    with pytest.raises(GangStartError, match=rf"of format {found}, which another version .* reads format 3"):
         driver()
     assert first.folders() == ["step-10/0-0"]
     assert Path(first.uri, MANIFEST).read_text() == content
@@ -349,7 +349,7 @@ def test_what_the_user_keeps_beside_the_shards_stays(tmp_path: Path) -> None:
     driver = Driver(str(tmp_path / "kept"))
     driver.begin()
     driver.save(1, 0)
-    [named] = [entry.saved for entry in driver.vault.sharded]
+    [named] = [entry.saved(None) for entry in driver.vault.sharded]
     mine = [Path(str(named.place), "notes.txt"), tmp_path / "kept" / "step-9" / "0-1-final" / "model.safetensors"]
     mine[1].parent.mkdir(parents=True)
     for path in mine:

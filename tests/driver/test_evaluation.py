@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.driver.parts.evaluation import MAX_LACK, Agenda
 from flytekitplugins.daskpytorch.driver.request import names_of_evaluation
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.function import arguments_of
 from flytekitplugins.daskpytorch.protocol.function import evaluate as call_in_rank
@@ -86,8 +86,8 @@ def files(world: World) -> list[int]:
 # ---- Which is next
 
 
-def file(step: int, **more: Any) -> CheckpointFile:
-    return CheckpointFile(attempt=0, step=step, size=1, digest=f"{step:064}", **more)
+def file(step: int, **more: Any) -> CheckpointEntry:
+    return CheckpointEntry(attempt=0, step=step, size=1, digest=f"{step:064}", **more)
 
 
 def test_the_next_attempt_does_not_evaluate_again() -> None:
@@ -230,7 +230,7 @@ def test_without_a_worker_the_newest_waits_for_one_and_the_end_not_for_long(worl
 def test_the_best_is_loaded_once_all_are_judged(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=5.0)
     save(world, 1, 2)
-    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1))
+    world.report(world.agent(W1), 0, Ask(Question.CHECKPOINT, 1, (False, None)))
     world.obey_all()
     world.wait(20.0)  # and nobody hangs
     world.obey_all()
@@ -284,7 +284,7 @@ def test_after_the_end_only_the_checkpoints_of_the_policy_stay(world_of: MakeWor
 
 def test_a_rank_that_waits_for_the_best_alone_counts_as_silent(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=5.0)
-    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1))
+    world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1, (False, None)))
     world.wait(20.0)
     assert world.state.attempt is None or world.state.attempt.hang is not None
 
@@ -312,7 +312,7 @@ def paths(tmp_path: Path) -> StoragePaths:
     return StoragePaths(files=MoodyFiles(LocalFileSystem()), previous=None, own=str(tmp_path / "own"))
 
 
-def named(paths: StoragePaths) -> manifest.Named:
+def named(paths: StoragePaths) -> list[CheckpointEntry]:
     """The checkpoints that the manifest in storage names."""
     found = manifest.read(paths.files, paths.own)
     assert found is not None
@@ -325,7 +325,7 @@ def test_the_metrics_reach_storage(world_of: MakeWorld, paths: StoragePaths) -> 
     world.work()
     world.end_evaluation()
     world.work()
-    [stored] = named(paths)[0]
+    [stored] = named(paths)
     assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
 
 
@@ -341,7 +341,7 @@ def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(world_of: Ma
     files.fails = False
     while jobs := world.jobs.jobs(LANE):
         world.jobs.do(jobs[0])
-    assert [(entry.is_evaluated, entry.metrics["held_out"]) for entry in named(paths)[1]] == [(True, 0.0)]
+    assert [(entry.is_evaluated, entry.metrics["held_out"]) for entry in named(paths)] == [(True, 0.0)]
 
 
 def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_judged(
@@ -349,16 +349,16 @@ def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_
 ) -> None:
     world = world_of(keep=Keep(last=1), storage=paths)
     world.save_shards()
-    [first] = named(paths)[1]
+    [first] = named(paths)
     for _ in range(2):
         world.save_shards()
-    assert len(named(paths)[1]) == 2  # the last, and the one that is judged
+    assert len(named(paths)) == 2  # the last, and the one that is judged
     assert Path(first.uri, "__0_0.distcp").exists()
     world.end_evaluation()
     assert world.saving.vault.saved()[0].metrics["held_out"] == 0.0  # at once, for ranks that load the best
     world.end_evaluation()
     world.work()
-    assert [entry.is_evaluated for entry in named(paths)[1]] == [True]
+    assert [entry.is_evaluated for entry in named(paths)] == [True]
     world.save_shards()
     world.work()
     assert not Path(first.uri, "__0_0.distcp").exists()

@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import dialing, framing
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Reported, Upload
@@ -138,7 +138,7 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(events: queue.Simple
     agent, sender, _ = callers
     agent.send(Leaving())
     until(lambda: events.qsize() == 1, "the agent's word, which has its connection and is never taken")
-    sender.send(Upload(CheckpointFile(attempt=0, step=1, size=9, digest="")))
+    sender.send(Upload(CheckpointEntry(attempt=0, step=1, size=9, digest="")))
     assert is_serving.wait(60)
     callers.append(Connection(socket.create_connection(ear.address)))  # a stranger
     ear.end()

@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, MAX_READ_ATTEMPTS, named_in
 from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from processes import until
@@ -34,7 +34,7 @@ PATIENCE = 300.0
 """Seconds that nothing here takes."""
 BEST = Keep(last=1, best=2, metric="loss")
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.2, 5: math.nan, 6: None, 7: 0.8}
-SHARDED = ShardedCheckpoint(attempt=0, step=9, uri="/shards/step-9/0-0-ab", size=1, digest="d")
+SHARDED = CheckpointEntry(attempt=0, step=9, folder="/shards", shards="step-9/0-0-ab", size=1, digest="d")
 
 
 class Store(Files):
@@ -57,7 +57,7 @@ class Store(Files):
     def write(self, path: str, data: bytes) -> None:
         for entry in json.loads(data)["checkpoints"] if path.endswith(MANIFEST) else ():
             named = f"{entry['folder'] or path.rpartition('/')[0]}/{name_of(entry)}"
-            if self.is_local and not Path(named).exists():
+            if self.is_local and not entry["shards"] and not Path(named).exists():
                 self.missing.append(named)
         self._try(path, lambda: Files.write(self, path, data))
 
@@ -101,10 +101,10 @@ class Task:
         self.vaults.append(Vault(paths, self.keep, self.disk(), Worker(0.05)))
         return self.vaults[-1]
 
-    def restored(self, number: int, previous: int) -> CheckpointFile | None:
+    def restored(self, number: int, previous: int) -> CheckpointEntry | None:
         return self.attempt(number, previous).restore()
 
-    def save(self, checkpoints: Vault, step: int, loss: float | None = None) -> CheckpointFile:
+    def save(self, checkpoints: Vault, step: int, loss: float | None = None) -> CheckpointEntry:
         """A rank has saved one."""
         file, data = checkpoint(step)
         (checkpoints._disk / file.name).write_bytes(data)
@@ -112,7 +112,7 @@ class Task:
         checkpoints.add(file)
         return file
 
-    def ran(self, number: int, *steps: int, **how: int) -> list[CheckpointFile]:
+    def ran(self, number: int, *steps: int, **how: int) -> list[CheckpointEntry]:
         """An attempt that has kept checkpoints of these steps, and ended."""
         checkpoints, files = self.attempt(number, **how), []
         for step in steps:
@@ -145,10 +145,10 @@ def name_of(entry: dict[str, Any]) -> str:
     return f"step-{entry['step']}-{entry['digest'][:16]}.pt"
 
 
-def checkpoint(step: int, attempt: int = 2) -> tuple[CheckpointFile, bytes]:
+def checkpoint(step: int, attempt: int = 2) -> tuple[CheckpointEntry, bytes]:
     data = hashlib.shake_128(str(step).encode()).digest(5000)
     digest = hashlib.sha256(data).hexdigest()
-    return CheckpointFile(attempt=attempt, step=step, size=len(data), digest=digest), data
+    return CheckpointEntry(attempt=attempt, step=step, size=len(data), digest=digest), data
 
 
 def flip_a_byte(path: Path) -> None:
@@ -165,7 +165,7 @@ def test_checkpoint_is_copied_before_a_manifest_that_names_it(task: Task, store:
     [file] = task.ran(0, 4)
     assert (task.stored(0) / file.name).read_bytes() == checkpoint(4)[1]
     named = json.loads((task.stored(0) / MANIFEST).read_text())
-    assert named == {"format": 2, "checkpoints": [asdict(replace(file, metrics={"loss": 0.2}))], "sharded": []}
+    assert named == {"format": 3, "checkpoints": [asdict(replace(file, metrics={"loss": 0.2}))]}
     assert sorted(path.name for path in task.stored(0).iterdir()) == [MANIFEST, file.name]
     assert store.calls == [file.name, MANIFEST]
 
@@ -274,8 +274,8 @@ def test_folder_that_was_never_written_is_a_fresh_start(task: Task, capsys: pyte
         lambda _: b"[]",
         lambda _: b"null",
         lambda _: b"\xff\x00\xfe",
-        lambda _: b'{"format": 2, "checkpoints": 3}',
-        lambda _: b'{"format": 2, "something": "else"}',
+        lambda _: b'{"format": 3, "checkpoints": 3}',
+        lambda _: b'{"format": 3, "something": "else"}',
         lambda text: text.replace(b'"step"', b'"stop"'),
         lambda text: text.replace(b'"metrics": {', b'"metrics": 3, "x": {'),
         lambda text: text.replace(b"0.5", b'"low"'),
@@ -319,7 +319,8 @@ def test_both_kinds_are_named_by_every_manifest(task: Task) -> None:
     for number in (0, 1):
         named = named_in((task.stored(number) / MANIFEST).read_bytes())
         assert named is not None
-        assert ([file.step for file in named[0]], named[1]) == ([1], [SHARDED])
+        assert [(entry.step, entry.is_sharded) for entry in named] == [(1, False), (9, True)]
+        assert named[1] == SHARDED
         checkpoints = task.attempt(number + 1, previous=number)
         checkpoints.restore()
         assert checkpoints.sharded == [SHARDED]

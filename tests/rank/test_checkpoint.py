@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.driver.manifest import best_first
-from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, digest_of
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
@@ -46,15 +46,15 @@ class FakeLink:
     """Announces what was saved, and has each checkpoint arrive in the same way."""
 
     progress: Progress
-    announce: Callable[[CheckpointFile], None]
+    announce: Callable[[CheckpointEntry], None]
     awaited: Future[Answer]
     kept: Sequence[SavedCheckpoint] = ()
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def send(self, said: CheckpointFile) -> None:
+    def send(self, said: CheckpointEntry) -> None:
         self.announce(said)
 
-    def ask(self, question: Question, about: int | None) -> Future[Answer]:
+    def ask(self, question: Question, about: tuple[bool, int | None]) -> Future[Answer]:
         return self.awaited
 
     def note(self, text: str) -> None:
@@ -69,18 +69,18 @@ class Rank:
     """A rank's checkpoint, and what it has announced."""
 
     folder: Path
-    announced: list[CheckpointFile] = dataclasses.field(default_factory=list)
+    announced: list[CheckpointEntry] = dataclasses.field(default_factory=list)
     progress: Progress = dataclasses.field(default_factory=Progress)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def checkpoint(
         self,
         *,
-        start: CheckpointFile | None = None,
+        start: CheckpointEntry | None = None,
         is_main: bool = True,
         timeout: float = 10.0,
         arrival: Future[Answer] | None = None,
-        announce: Callable[[CheckpointFile], None] | None = None,
+        announce: Callable[[CheckpointEntry], None] | None = None,
     ) -> RankCheckpoint:
         order = order_for(attempt=2, checkpoint=start, settings=Gang(start_timeout=timeout))
         if not is_main:
@@ -88,7 +88,7 @@ class Rank:
         link: Any = FakeLink(self.progress, announce or self.lend, arrival or arrived(), notes=self.notes)
         return RankCheckpoint(dataclasses.replace(order, driver_folder=str(self.folder)), link)
 
-    def lend(self, file: CheckpointFile) -> None:
+    def lend(self, file: CheckpointEntry) -> None:
         """Note what was saved, and give it the name by which a driver lends it."""
         self.announced.append(file)
         (self.folder / LENT).mkdir(exist_ok=True)
@@ -277,7 +277,7 @@ def test_copies_and_originals_die_with_their_last_reference(rank: Rank) -> None:
 def test_file_is_announced_when_it_is_whole(rank: Rank) -> None:
     seen = []
 
-    def announce(file: CheckpointFile) -> None:
+    def announce(file: CheckpointEntry) -> None:
         path = rank.folder / file.name
         seen.append((path.stat().st_size == file.size, digest_of(path) == file.digest, list(rank.folder.iterdir())))
         rank.announced.append(file)
@@ -309,7 +309,7 @@ def test_only_rank_0_writes(rank: Rank) -> None:
 def test_save_returns_before_the_file_is_announced_and_the_next_one_waits_for_it(rank: Rank) -> None:
     go_on = threading.Event()
 
-    def announce_slowly(file: CheckpointFile) -> None:
+    def announce_slowly(file: CheckpointEntry) -> None:
         go_on.wait()
         rank.announced.append(file)
 
@@ -403,14 +403,14 @@ class Keeper(FakeLink):
         super().__init__(rank.progress, rank.lend, Future())
         self.rank = rank
 
-    def send(self, said: CheckpointFile) -> None:
+    def send(self, said: CheckpointEntry) -> None:
         super().send(said)
         self.kept = [file.saved("s3://b") for file in self.rank.announced]
 
-    def ask(self, question: Question, about: int | None) -> Future[Answer]:
-        files = best_first(self.rank.announced, BEST)
-        if about is not None:
-            files = [file for file in self.rank.announced if file.step == about]
+    def ask(self, question: Question, about: tuple[bool, int | None]) -> Future[Answer]:
+        files, (_, step) = best_first(self.rank.announced, BEST), about
+        if step is not None:
+            files = [file for file in self.rank.announced if file.step == step]
         return arrived(files[0] if files else None)
 
     def checkpoint(self, **how: Any) -> RankCheckpoint:
@@ -476,7 +476,7 @@ def test_the_best_must_be_said_and_be_all_that_is_asked_for(keeper: Keeper, best
 
 
 @pytest.fixture
-def saved(rank: Rank) -> CheckpointFile:
+def saved(rank: Rank) -> CheckpointEntry:
     checkpoint = rank.checkpoint()
     checkpoint.save({"w": torch.ones(2)}, 40)
     checkpoint.flush()
@@ -496,7 +496,7 @@ def test_outside_a_gang_nothing_is_kept() -> None:
 # ---- What the hang detector sees of it ------------------------------------------------------------------------------
 
 
-def test_load_names_the_step_that_training_goes_on_from(rank: Rank, saved: CheckpointFile) -> None:
+def test_load_names_the_step_that_training_goes_on_from(rank: Rank, saved: CheckpointEntry) -> None:
     rank.progress = Progress()
     checkpoint = rank.checkpoint(start=saved, is_main=False)
     assert checkpoint.loaded is None

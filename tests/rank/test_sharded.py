@@ -20,7 +20,7 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import Progress
-from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, ShardedCheckpoint, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, CheckpointEntry, WrittenShards
 from flytekitplugins.daskpytorch.rank import shard_writer, sharded
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from gangs import order_for
@@ -53,7 +53,7 @@ def assert_is(content: dict[str, Any], value: float) -> None:
     assert content["epoch"] == wanted["epoch"]
 
 
-def parts_of(entry: ShardedCheckpoint) -> list[Path]:
+def parts_of(entry: CheckpointEntry) -> list[Path]:
     return sorted(Path(entry.uri).glob("*.distcp"))
 
 
@@ -177,7 +177,7 @@ def test_of_damaged_ones_that_before_is_taken(tmp_path: Path, capsys: pytest.Cap
     assert "is damaged" in told
 
 
-def do_harm(entry: ShardedCheckpoint, harm: str) -> None:
+def do_harm(entry: CheckpointEntry, harm: str) -> None:
     part, digests = parts_of(entry)[0], Path(entry.uri) / DIGESTS
     match harm:
         case "removed":

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.protocol.checkpoints import ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from gangs import run_ranks
 from sharded_rank import Rank
 from sharded_states import assert_same, make, state_of, whole
@@ -34,7 +34,7 @@ def save_all(base: str, directory: Path) -> dict[str, Any]:
     return {"entry": entry, "saved": whole(model, optimizer), **others}
 
 
-def save_alike(base: str) -> ShardedCheckpoint:
+def save_alike(base: str) -> CheckpointEntry:
     """A checkpoint of a state of which some is the same on all ranks, and some not."""
     rank = Rank(base)
     tensors = {str(number): torch.full((1000,), float(number)) for number in range(8)}
@@ -65,7 +65,7 @@ def filled(seed: int, fill: Callable[[dict[str, Any]], object]) -> dict[str, Any
     return whole(model, optimizer)
 
 
-def load_all(base: str, entry: ShardedCheckpoint, directory: Path) -> dict[str, Any]:
+def load_all(base: str, entry: CheckpointEntry, directory: Path) -> dict[str, Any]:
     """Load it, and see what torch alone makes of the same files."""
     checkpoints = Rank(base, [*damaged_for_one_rank(base, entry), entry], attempt=1).checkpoints
     steps: list[int | None] = []
@@ -74,7 +74,7 @@ def load_all(base: str, entry: ShardedCheckpoint, directory: Path) -> dict[str, 
     return {"by torch": by_torch, "loaded": loaded, "steps": steps}
 
 
-def damaged_for_one_rank(base: str, entry: ShardedCheckpoint) -> list[ShardedCheckpoint]:
+def damaged_for_one_rank(base: str, entry: CheckpointEntry) -> list[CheckpointEntry]:
     """A newer checkpoint, of which a file is missing that the first rank does not read."""
     if "://" in base or current_rank().world_size != 2:
         return []
@@ -126,7 +126,7 @@ def save_in_two_dimensions(base: str, directory: Path) -> Any:
     return Rank(base).save(state_of(model, optimizer), 3), whole(model, optimizer)
 
 
-def load_in_one_dimension(base: str, entry: ShardedCheckpoint, directory: Path) -> Any:
+def load_in_one_dimension(base: str, entry: CheckpointEntry, directory: Path) -> Any:
     model, optimizer = in_two_dimensions(seed=2)
     state = state_of(model, optimizer)
     assert Rank(base, [entry], attempt=1).checkpoints.load(state) == 3

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    ShardedCheckpoint,
+    CheckpointEntry,
     Sharding,
     WrittenShards,
     folder_name,
@@ -24,7 +24,7 @@ class Rank:
     def __init__(
         self,
         base: Path | str,
-        start: Sequence[ShardedCheckpoint] = (),
+        start: Sequence[CheckpointEntry] = (),
         *,
         attempt: int = 0,
         token: str | None = None,
@@ -44,12 +44,12 @@ class Rank:
     def _move(self) -> None:
         self.num_moves += 1
 
-    def save(self, state: dict[str, Any], step: int, **metrics: float) -> ShardedCheckpoint:
+    def save(self, state: dict[str, Any], step: int, **metrics: float) -> CheckpointEntry:
         """Save a state, and have it committed."""
         self.checkpoints.save(state, step, metrics)
         return self.commit()
 
-    def commit(self) -> ShardedCheckpoint:
+    def commit(self) -> CheckpointEntry:
         """Return the entry that the driver would put into the manifest."""
         self.checkpoints.flush()
         reports: list[Any] = [self.reports.pop(0) if current_rank().is_main else None]
@@ -58,13 +58,14 @@ class Rank:
         return entry(self.base, reports[0])
 
 
-def entry(base: str, written: WrittenShards) -> ShardedCheckpoint:
+def entry(base: str, written: WrittenShards) -> CheckpointEntry:
     """As the manifest has it."""
     assert written.failure is None, written
-    return ShardedCheckpoint(
+    return CheckpointEntry(
         attempt=written.attempt,
         step=written.step,
-        uri=f"{base}/{folder_name(written.attempt, NONCE, written.step, written.number)}",
+        folder=base,
+        shards=folder_name(written.attempt, NONCE, written.step, written.number),
         size=written.size,
         digest=written.digest,
         metrics=written.metrics,

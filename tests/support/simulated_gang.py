@@ -27,8 +27,7 @@ from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import framing, journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    CheckpointFile,
-    ShardedCheckpoint,
+    CheckpointEntry,
     WrittenShards,
     folder_name,
 )
@@ -138,7 +137,7 @@ class Agent:
     orders: deque[object] = field(default_factory=deque)
     ranks: dict[int, Rank] = field(default_factory=dict)
     attempt: int | None = None
-    uploads: list[CheckpointFile] = field(default_factory=list)
+    uploads: list[CheckpointEntry] = field(default_factory=list)
     """What its rank 0 writes, and has not reported."""
     answers: list[Answer] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -173,7 +172,7 @@ class MoodyVault(Vault):
     fails = False
     num_failures = 0
 
-    def name(self, *made: ShardedCheckpoint) -> None:
+    def name(self, *made: CheckpointEntry) -> None:
         if self.fails and made:
             self.num_failures += 1
             raise OSError("the storage is not in the mood")
@@ -195,10 +194,8 @@ class Evaluation:
 
     def __init__(self, request: Request) -> None:
         assert request.start is not None
-        self.entry = request.start if isinstance(request.start, ShardedCheckpoint) else request.start[0]
-        shard = "__0_0.distcp"
-        self.path = Path(request.start.uri, shard) if isinstance(request.start, ShardedCheckpoint) else None
-        self.path = self.path or request.start[1]  # type: ignore[index]
+        self.entry = request.start
+        self.path = Path(self.entry.uri, "__0_0.distcp") if self.entry.is_sharded else Path(self.entry.uri)
         self.received = ReceivedResults()
         self.error: BaseException | None = None
         self.is_cancelled = False
@@ -651,9 +648,9 @@ class World:
         """Its rank 0 begins to write a checkpoint."""
         agent.uploads.append(replace(self._file(agent.attempt or 0, step), metrics=metrics))
 
-    def _file(self, attempt: int, step: int) -> CheckpointFile:
+    def _file(self, attempt: int, step: int) -> CheckpointEntry:
         data = f"{attempt} {step}".encode()
-        return CheckpointFile(attempt=attempt, step=step, size=len(data), digest=hashlib.sha256(data).hexdigest())
+        return CheckpointEntry(attempt=attempt, step=step, size=len(data), digest=hashlib.sha256(data).hexdigest())
 
     def upload(self, agent: Agent, *, fails: bool = False) -> None:
         """The oldest checkpoint that its rank 0 writes arrives in the driver's folder, or not."""

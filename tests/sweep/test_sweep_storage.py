@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch import Keep, StoppedEarlyError, dispatch
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, digest_of
 from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep import storage as module
@@ -101,7 +101,7 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     model = model_of(SweepStorage(uri, "grid"), 7, 1)
     path = tmp_path / "state.pt"
     path.write_bytes(b"a state")
-    file = CheckpointFile(attempt=1, step=5, size=7, digest=digest_of(path))
+    file = CheckpointEntry(attempt=1, step=5, size=7, digest=digest_of(path))
     vault = Vault(model.paths, Keep(), tmp_path)
     path.rename(tmp_path / file.name)
     vault.add(file)

@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch import Keep
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte import context
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, digest_of
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, begun, local_run
 from others import give_away
@@ -36,12 +36,12 @@ def run_of(task: str = "flows.train") -> Iterator[LocalRun]:
         yield run
 
 
-def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> CheckpointFile:
+def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> CheckpointEntry:
     """Save a checkpoint as a gang's driver does. The driver's own copy goes with the driver."""
     paths = run.paths(key)
     source = scratch / "checkpoint"
     source.write_bytes(b"weights %d" % step)
-    file = CheckpointFile(attempt=0, step=step, size=source.stat().st_size, digest=digest_of(source))
+    file = CheckpointEntry(attempt=0, step=step, size=source.stat().st_size, digest=digest_of(source))
     vault = Vault(paths, Keep(), scratch)
     with contextlib.closing(vault.worker):
         source.rename(scratch / file.name)
@@ -51,10 +51,10 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
     return file
 
 
-def name_shards(run: LocalRun, uri: str = "/nowhere") -> None:
+def name_shards(run: LocalRun, folder: str = "/nowhere") -> None:
     """Name a sharded checkpoint of step 3 in the manifest of a run's gang."""
     vault = Vault(run.paths("gang"), Keep(), Path("/nowhere"))
-    vault.name(ShardedCheckpoint(attempt=0, step=3, uri=uri, size=5, digest="d"))
+    vault.name(CheckpointEntry(attempt=0, step=3, folder=folder, shards="step-3/0-0-ab", size=5, digest="d"))
 
 
 def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:

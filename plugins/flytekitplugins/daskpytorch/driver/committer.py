@@ -19,7 +19,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    ShardedCheckpoint,
+    CheckpointEntry,
     Sharding,
     WrittenShards,
     folder_name,
@@ -42,7 +42,7 @@ class Committed:
     step: int
     error: Exception | None
     """Error for which the driver has given up the checkpoint."""
-    made: ShardedCheckpoint | None = None
+    made: CheckpointEntry | None = None
 
 
 class Committer:
@@ -159,10 +159,11 @@ class Committer:
     # ---- in the thread of the vault's worker
 
     def _commit(self, written: WrittenShards) -> None:
-        made = ShardedCheckpoint(
+        made = CheckpointEntry(
             attempt=written.attempt,
             step=written.step,
-            uri=f"{self.base}/{folder_name(written.attempt, self._nonce, written.step, written.number)}",
+            folder=self.base,
+            shards=folder_name(written.attempt, self._nonce, written.step, written.number),
             size=written.size,
             digest=written.digest,
             metrics=written.metrics,

@@ -1,6 +1,6 @@
 """Manifest of a gang's checkpoints in storage, and the retention policy: last and best. Runs in the driver.
 
-manifest.json: {"format": 2, "checkpoints": [...], "sharded": [...]}    the newest first
+manifest.json: {"format": 3, "checkpoints": [...]}    the newest first, sharded ones after whole ones
 """
 
 import contextlib
@@ -17,21 +17,16 @@ from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.streams import say
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, digest_of
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""Format 1 was never released, and named no format."""
+FORMAT = 3
+"""Formats 1 and 2 were never released. Format 1 named no format."""
 MAX_READ_ATTEMPTS = 5
-Named = tuple[list[CheckpointFile], list[ShardedCheckpoint]]
-"""The newest first in each list."""
-
-
-E = TypeVar("E", CheckpointFile, ShardedCheckpoint, SavedCheckpoint)
-K = TypeVar("K", CheckpointFile, ShardedCheckpoint)
+E = TypeVar("E", CheckpointEntry, SavedCheckpoint)
 T = TypeVar("T")
 
 
@@ -39,7 +34,7 @@ T = TypeVar("T")
 class Whole:
     """A whole (not sharded) checkpoint: on the driver's disk, in storage, or both."""
 
-    file: CheckpointFile
+    file: CheckpointEntry
     state: tuple[int, ...] | None
     """Device, inode, size and modification time of the driver's file when its digest was right: while these stay, the
     digest need not be computed again. None: not on the driver's disk."""
@@ -77,8 +72,8 @@ def retained(entries: Sequence[E], keep: Keep, is_held: Callable[[E], bool] = la
     return [entry for entry in entries if id(entry) in stay or is_held(entry)]
 
 
-def evaluated(entry: K, identity: str, metrics: Mapping[str, float]) -> K:
-    if entry.identity != identity:
+def evaluated(entry: CheckpointEntry, name: str, metrics: Mapping[str, float]) -> CheckpointEntry:
+    if entry.name != name:
         return entry
     return replace(entry, metrics={**entry.metrics, **metrics}, is_evaluated=True)
 
@@ -93,13 +88,11 @@ def hint_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
     )
 
 
-def content_of(files: Sequence[CheckpointFile], sharded: Sequence[ShardedCheckpoint]) -> bytes:
-    """`files` has the newest first, `sharded` the newest last."""
-    named = {"checkpoints": [asdict(entry) for entry in files], "sharded": [asdict(one) for one in reversed(sharded)]}
-    return json.dumps({"format": FORMAT} | named).encode()
+def content_of(named: Sequence[CheckpointEntry]) -> bytes:
+    return json.dumps({"format": FORMAT, "checkpoints": [asdict(entry) for entry in named]}).encode()
 
 
-def read(files: Files, folder: str) -> Named | None:
+def read(files: Files, folder: str) -> list[CheckpointEntry] | None:
     """Return the checkpoints in a folder's manifest, or None if it is incomplete. Empty without a manifest.
 
     Raises `GangStartError` if another version of this package has written it.
@@ -107,7 +100,7 @@ def read(files: Files, folder: str) -> Named | None:
     try:
         content = files.read(f"{folder}/{MANIFEST}")
     except FileNotFoundError:
-        return [], []
+        return []
     if (found := format_of(content)) not in (FORMAT, None):
         raise GangStartError(
             f"the checkpoints at {folder} are of format {found}, which another version of this package has written; "
@@ -124,21 +117,18 @@ def format_of(manifest: bytes) -> int | None:
     return None
 
 
-def fetch(files: Files, file: CheckpointFile, target: Path) -> bool:
+def fetch(files: Files, file: CheckpointEntry, target: Path) -> bool:
     """Copy a whole checkpoint from storage. Return False if its file is missing or has another digest."""
     with contextlib.suppress(FileNotFoundError):
         files.get(f"{file.folder}/{file.name}", target)
     return target.is_file() and digest_of(target) == file.digest
 
 
-def named_in(manifest: bytes) -> Named | None:
+def named_in(manifest: bytes) -> list[CheckpointEntry] | None:
     """None: the manifest is incomplete, or of another format."""
     try:
-        named = json.loads(manifest)
-        return (
-            [CheckpointFile(**entry | {"metrics": _numbers(entry)}) for entry in named["checkpoints"]],
-            [ShardedCheckpoint(**entry) for entry in named["sharded"]],
-        )
+        named = json.loads(manifest)["checkpoints"]
+        return [CheckpointEntry(**entry | {"metrics": _numbers(entry)}) for entry in named]
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -152,12 +142,12 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass
 class Previous:
-    found: list[CheckpointFile] = field(default_factory=list)
+    found: list[CheckpointEntry] = field(default_factory=list)
     """Copied to the driver's disk, the newest first."""
-    listed: list[CheckpointFile] = field(default_factory=list)
-    """All in the manifest, the newest first."""
+    listed: list[CheckpointEntry] = field(default_factory=list)
+    """All whole ones in the manifest, the newest first."""
     damaged: set[str] = field(default_factory=set)
-    sharded: list[ShardedCheckpoint] = field(default_factory=list)
+    sharded: list[CheckpointEntry] = field(default_factory=list)
     """The newest last."""
     is_known: bool = False
     """The manifest was read. Otherwise the driver cannot tell which older checkpoints to keep."""
@@ -186,9 +176,9 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
 
 def _restore(previous: Previous, files: Files, folder: str, keep: Keep, disk: Path, retry_after: float) -> None:
     named = _with_retries(functools.partial(read, files, folder), retry_after)
-    listed, sharded = named or ([], [])
-    previous.sharded, previous.is_known = sharded[::-1], named is not None
-    previous.listed = [replace(file, attempt=0, folder=file.folder or folder) for file in listed]
+    listed, previous.is_known = named or [], named is not None
+    previous.sharded = [entry for entry in reversed(listed) if entry.is_sharded]
+    previous.listed = [replace(file, attempt=0, folder=file.folder or folder) for file in listed if not file.is_sharded]
     best = best_first(reversed(previous.listed), keep)[: keep.best]
     for file in previous.listed:
         if previous.found and file not in best:

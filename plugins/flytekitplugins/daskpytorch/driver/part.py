@@ -15,7 +15,7 @@ from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
@@ -72,7 +72,7 @@ class Part:
     def lose_agent(self, peer: Peer) -> None:
         """Called when an agent is lost."""
 
-    def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
+    def note_kept(self, entry: CheckpointEntry) -> None:
         """Called when a checkpoint is safe, before an older one may be deleted."""
 
     def note_evaluated(self) -> None:

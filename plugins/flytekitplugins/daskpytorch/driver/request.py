@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.part import Part
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.function import arguments_of, check_function, evaluate, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
@@ -50,7 +50,7 @@ class Request:
     """Unique among the task's gangs, equal in every attempt. Empty for a task's only gang."""
     calls: Part | None = field(default=None, repr=False, compare=False)
     evaluation: "Request | None" = field(default=None, repr=False)
-    start: ShardedCheckpoint | tuple[CheckpointFile, Path] | None = None
+    start: CheckpointEntry | None = None
     """Checkpoint that this gang evaluates, a whole one with its file on the driver's disk. None: no evaluation."""
     keep: object = field(default=None, repr=False, compare=False)
     """The call's function and arguments, referenced until the gang's end: Dask then keeps the data of their Dask

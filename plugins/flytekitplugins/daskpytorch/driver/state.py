@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.protocol import framing, journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
@@ -147,7 +147,7 @@ class GangState:
     def blocks(self, moment: Moment) -> bool:
         return any(part.blocks(moment) for part in self.parts)
 
-    def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
+    def note_kept(self, entry: CheckpointEntry) -> None:
         for part in self.parts:
             part.note_kept(entry)
 

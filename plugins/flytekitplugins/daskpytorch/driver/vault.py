@@ -19,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.driver import manifest
-from flytekitplugins.daskpytorch.driver.manifest import K, Whole, best_first, retained
+from flytekitplugins.daskpytorch.driver.manifest import Whole, best_first, retained
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointFile, ShardedCheckpoint, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, take_file
 from flytekitplugins.daskpytorch.protocol.files import link_or_copy
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -57,10 +57,10 @@ class Vault:
         self._is_turn_of_best = False
         self._is_at_work = False
         """A job of this vault waits or runs in `worker`, which gets one at a time."""
-        self.sharded: list[ShardedCheckpoint] = []
+        self.sharded: list[CheckpointEntry] = []
         """Named by the manifest, in the order of their commits."""
         self._has_committed = False
-        self._written = manifest.content_of([], [])
+        self._written = manifest.content_of([])
         """Content of the manifest whose write to storage succeeded last."""
         self._stored: frozenset[str] = frozenset()
         self._leftovers: set[str] = set()
@@ -73,7 +73,7 @@ class Vault:
 
     # ---- the previous attempt
 
-    def restore(self) -> CheckpointFile | None:
+    def restore(self) -> CheckpointEntry | None:
         """Copy the previous attempt's newest undamaged whole checkpoint and its best ones to the driver's disk.
 
         The next manifest repeats the previous one's sharded checkpoints and, if a whole one was copied, its undamaged
@@ -93,17 +93,16 @@ class Vault:
             self._go_on()
         return found[0] if found else None
 
-    def adopt(self, start: ShardedCheckpoint | tuple[CheckpointFile, Path]) -> None:
+    def adopt(self, start: CheckpointEntry) -> None:
         """Let the gang start from this checkpoint.
 
         Raises `OSError` if a whole one's file is gone, or the disk is full.
         """
-        if isinstance(start, ShardedCheckpoint):
+        if start.is_sharded:
             self.sharded = [start]
             return
-        file, path = start
-        link_or_copy(path, self._disk / file.name)
-        self.add(replace(file, attempt=self._attempt, folder=None))
+        link_or_copy(Path(start.uri), self._disk / start.name)
+        self.add(replace(start, attempt=self._attempt, folder=None))
 
     # ---- on the driver's disk
 
@@ -112,7 +111,7 @@ class Vault:
         with self._lock:
             self._attempt = attempt
 
-    def receive(self, connection: Connection, file: CheckpointFile) -> str | None:
+    def receive(self, connection: Connection, file: CheckpointEntry) -> str | None:
         """Receive a file that rank 0 uploads, in a thread of the driver's listener. Return the reason of a refusal."""
         what = f"the checkpoint of step {file.step}"
         pieces = connection.pieces(file.size, what)
@@ -125,7 +124,7 @@ class Vault:
             pass
         return refusal
 
-    def lend(self, file: CheckpointFile | None) -> None:
+    def lend(self, file: CheckpointEntry | None) -> None:
         """Give a file a second name, by which ranks load it, whatever the policy removes meanwhile."""
         if file is not None and not (lent := self.lent / file.name).exists():
             self.lent.mkdir(exist_ok=True)
@@ -134,7 +133,7 @@ class Vault:
     def take_back(self) -> None:
         shutil.rmtree(self.lent, ignore_errors=True)
 
-    def add(self, file: CheckpointFile) -> None:
+    def add(self, file: CheckpointEntry) -> None:
         """Keep a whole checkpoint that is on the driver's disk, and queue a copy to storage.
 
         Raises `OSError` if the file is missing, `ValueError` if it was cut short or is an earlier attempt's. Such a
@@ -158,20 +157,20 @@ class Vault:
             self._whole[file.name] = Whole(file, state_of(path), before.folder if before is not None else None)
             self._tidy()
 
-    def hold(self, identities: Collection[str]) -> None:
-        """Keep checkpoints with these identities, too, instead of those held before."""
+    def hold(self, names: Collection[str]) -> None:
+        """Keep checkpoints with these names, too, instead of those held before."""
         with self._lock:
-            self._held = frozenset(identities)
+            self._held = frozenset(names)
             self._tidy()
 
-    def note_evaluated(self, identity: str, metrics: Mapping[str, float]) -> None:
+    def note_evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
         with self._lock:
             for whole in self._whole.values():
-                whole.file = manifest.evaluated(whole.file, identity, metrics)
-            self.sharded = [manifest.evaluated(entry, identity, metrics) for entry in self.sharded]
+                whole.file = manifest.evaluated(whole.file, name, metrics)
+            self.sharded = [manifest.evaluated(entry, name, metrics) for entry in self.sharded]
             self._tidy()
 
-    def path_of(self, file: CheckpointFile) -> Path:
+    def path_of(self, file: CheckpointEntry) -> Path:
         return self._disk / file.name
 
     def _tidy(self) -> None:
@@ -183,20 +182,20 @@ class Vault:
             self.sharded = self._staying()
         self._go_on()
 
-    def newest(self) -> CheckpointFile | None:
+    def newest(self) -> CheckpointEntry | None:
         return next(reversed(self.intact()), None)
 
-    def entries(self) -> list[CheckpointFile]:
+    def entries(self) -> list[CheckpointEntry]:
         """Return the whole checkpoints on the driver's disk, in the order of arrival."""
         with self._lock:
             return [whole.file for whole in self._here()]
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
         """Describe all kept checkpoints, whole and sharded, sorted by step."""
-        kept = [file.saved(self.own) for file in self.entries()] + [entry.saved for entry in self.sharded]
+        kept = [entry.saved(self.own) for entry in (*self.entries(), *self.sharded)]
         return tuple(sorted(kept, key=lambda saved: saved.step))
 
-    def intact(self) -> list[CheckpointFile]:
+    def intact(self) -> list[CheckpointEntry]:
         """Return the whole checkpoints on the driver's disk, in the order of arrival, and remove damaged ones."""
         with self._lock:
             for whole in self._here():
@@ -235,7 +234,7 @@ class Vault:
             newest = next(reversed(self._whole), None)
             return newest is None or newest in self._stored
 
-    def name(self, *made: ShardedCheckpoint) -> None:
+    def name(self, *made: CheckpointEntry) -> None:
         """Apply the retention policy to the sharded checkpoints, and write a changed manifest.
 
         `made` are new in storage.
@@ -262,21 +261,21 @@ class Vault:
             return waiting[1]
         return waiting[0] if waiting else None
 
-    def _listed(self) -> list[CheckpointFile]:
+    def _listed(self) -> list[CheckpointEntry]:
         """Return the whole checkpoints for the next manifest, the newest first."""
         stored = [whole.file for whole in self._whole.values() if whole.folder is not None]
         listed = [(file, self._whole[file.name].folder) for file in reversed(self._retained(stored))]
         return [replace(file, folder=None if folder == self.own else folder) for file, folder in listed]
 
-    def _staying(self, made: Sequence[ShardedCheckpoint] = ()) -> list[ShardedCheckpoint]:
+    def _staying(self, made: Sequence[CheckpointEntry] = ()) -> list[CheckpointEntry]:
         # Restored ones stay until the first commit: the newest may be damaged, so that ranks load an older one.
         return self._retained([*self.sharded, *made]) if made or self._has_committed else self.sharded
 
-    def _retained(self, entries: Sequence[K]) -> list[K]:
-        return retained(entries, self.keep, lambda entry: entry.identity in self._held)
+    def _retained(self, entries: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
+        return retained(entries, self.keep, lambda entry: entry.name in self._held)
 
     def _has_news(self) -> bool:
-        return manifest.content_of(self._listed(), self._staying()) != self._written
+        return manifest.content_of([*self._listed(), *reversed(self._staying())]) != self._written
 
     # ---- in the worker's thread
 
@@ -309,21 +308,21 @@ class Vault:
         with self._lock:
             self._whole[name].folder = paths.own
 
-    def _write_manifest(self, paths: StoragePaths, made: Sequence[ShardedCheckpoint] = ()) -> None:
+    def _write_manifest(self, paths: StoragePaths, made: Sequence[CheckpointEntry] = ()) -> None:
         with self._lock:
             listed, sharded = self._listed(), self._staying(made)
             names = frozenset(file.name for file in listed)
             dropped = [whole for name, whole in self._whole.items() if whole.folder is not None and name not in names]
-        content = manifest.content_of(listed, sharded)
+        content = manifest.content_of([*listed, *reversed(sharded)])
         paths.prepare()
         self.is_in_doubt = True
         paths.files.write(f"{paths.own}/{manifest.MANIFEST}", content)
         self.is_in_doubt = False
         with self._lock:
             self._written, self._stored = content, names
-            named = {entry.identity for entry in sharded}
+            named = {entry.name for entry in sharded}
             # An evaluation may have ended during the write.
-            self.sharded = [entry for entry in (*self.sharded, *made) if entry.identity in named]
+            self.sharded = [entry for entry in (*self.sharded, *made) if entry.name in named]
             for whole in dropped:
                 if self._whole.get(whole.file.name) is whole:  # else the checkpoint was saved again
                     if whole.folder == paths.own:  # an earlier attempt's manifest still names its own files
@@ -358,7 +357,7 @@ class Vault:
         return False
 
 
-def _refusal(file: CheckpointFile, attempt: int) -> str | None:
+def _refusal(file: CheckpointEntry, attempt: int) -> str | None:
     if file.attempt >= attempt:
         return None
     return f"a checkpoint of attempt {file.attempt} came when attempt {attempt} was running"

@@ -32,7 +32,7 @@ each attempt. Ranks that connect earlier wait in the socket's queue, and no othe
       │ ◀── a heartbeat: signs of life ───────── │ ◀── how many signs of life ─────────── │ log, steps and others
       │                                          │                                        │
       │ ◀══ from elsewhere: Upload(file), its bytes ═════════════════════════════════════ │ rank 0 has saved
-      │ ◀── Reported ─────────────────────────── │ ◀── CheckpointFile ─────────────────── │
+      │ ◀── Reported ─────────────────────────── │ ◀── CheckpointEntry ─────────────────── │
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── WrittenShards ──────────────────── │ rank 0: shards in storage
       │ committed: ─────────────── Tell ───────▶ │ ─── Kept(checkpoints) ───────────────▶ │ checkpoint.list()

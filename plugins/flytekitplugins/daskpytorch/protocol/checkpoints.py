@@ -22,28 +22,39 @@ LENT = "lent"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointFile:
+class CheckpointEntry:
+    """A checkpoint, as a rank reports it and the manifest lists it."""
+
     attempt: int
     step: int
     size: int
+    """Bytes of the file, or of all ranks' objects together."""
     digest: str
-    """SHA-256 of the file."""
+    """SHA-256 of the file, or of `digests.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
-    folder: str | None = field(default=None, compare=False)
-    """Folder in storage, by default that of the manifest."""
-
     is_evaluated: bool = field(default=False, compare=False)
+    """`metrics` includes those of `Gang(evaluate=...)`."""
+    folder: str | None = field(default=None, compare=False)
+    """Path or URL. None for a whole checkpoint in the manifest's own folder, or on the driver's disk."""
+    shards: str | None = None
+    """Path in `folder` of the ranks' objects. None: a whole checkpoint, which is one file."""
 
     @property
     def name(self) -> str:
-        """The same on all hosts and in storage."""
-        return f"step-{self.step}-{self.digest[:16]}.pt"
+        """Path in `folder`, unique among all drivers' saves, and the same on all hosts."""
+        return self.shards or f"step-{self.step}-{self.digest[:16]}.pt"
 
     @property
-    def identity(self) -> str:
-        return self.name
+    def uri(self) -> str:
+        return f"{self.folder}/{self.name}"
 
-    def saved(self, folder: str | None) -> SavedCheckpoint:
+    @property
+    def is_sharded(self) -> bool:
+        return self.shards is not None
+
+    def saved(self, storage: str | None) -> SavedCheckpoint:
+        """`storage` is the folder of the whole checkpoints."""
+        folder = self.folder if self.is_sharded else storage
         place = f"{folder}/{self.name}" if folder is not None else None
         return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=place)
 
@@ -103,33 +114,6 @@ class WrittenShards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedCheckpoint:
-    attempt: int
-    step: int
-    uri: str
-    size: int
-    """Bytes of all ranks' objects together."""
-    digest: str
-    """SHA-256 of `digests.json`."""
-    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    is_evaluated: bool = field(default=False, compare=False)
-    """`metrics` includes those of `Gang(evaluate=...)`."""
-
-    @property
-    def name(self) -> str:
-        """Last two parts of the path, unique among all drivers' saves."""
-        return "/".join(self.uri.split("/")[-2:])
-
-    @property
-    def identity(self) -> str:
-        return self.uri
-
-    @property
-    def saved(self) -> SavedCheckpoint:
-        return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=self.uri)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sharding:
     base: str
     """Path or fsspec URL of the folder that has a folder for each sharded checkpoint."""
@@ -137,7 +121,7 @@ class Sharding:
     """Random digits of the driver in the names of its folders, so that no other driver writes there."""
     token: str | None = None
     """File of the driver, by which a rank sees that it shares the folder `base`. None for a URL."""
-    start: tuple[ShardedCheckpoint, ...] = ()
+    start: tuple[CheckpointEntry, ...] = ()
 
 
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:

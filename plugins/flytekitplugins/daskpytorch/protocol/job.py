@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.system import without_nannys
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, Sharding
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
@@ -42,7 +42,7 @@ class Job:
     settings: Gang = field(default_factory=Gang)
     """Without observers and the function of `gpu_check`. The backend may be "auto", unlike `Job.backend`."""
     gpu_check: bytes | None = None
-    checkpoint: CheckpointFile | None = None
+    checkpoint: CheckpointEntry | None = None
     sharding: Sharding = field(default_factory=lambda: Sharding(base="", nonce=""))
     kept: Sequence[SavedCheckpoint] = ()
     storage: str | None = None

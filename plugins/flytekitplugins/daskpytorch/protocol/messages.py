@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, WrittenShards
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.job import Job
@@ -85,10 +85,8 @@ class Question(enum.Enum):
     GOODPUT = enum.auto()
     """Answer: `Goodput`."""
     CHECKPOINT = enum.auto()
-    """A whole checkpoint. `about`: its step, or None for the best. Answer: `CheckpointFile`, which the driver lends, or
-    None."""
-    SHARDED = enum.auto()
-    """As CHECKPOINT. Answer: `ShardedCheckpoint` or None."""
+    """`about`: whether it is sharded, and its step, or None for the best. Answer: `CheckpointEntry`, whose file the
+    driver lends, or None."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ class Returned:
 ShortReport = (
     Ready
     | LogRecord
-    | CheckpointFile
+    | CheckpointEntry
     | WrittenShards
     | RankUsage
     | Spent
@@ -324,7 +322,7 @@ ToAgent = Start | Stop | Tell | Dump | Close
 class Upload:
     """Comes before the file's bytes, after which the driver sends None, or the reason of a refusal."""
 
-    file: CheckpointFile
+    file: CheckpointEntry
 
 
 @dataclass(frozen=True)

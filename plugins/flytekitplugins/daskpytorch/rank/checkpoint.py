@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, HashedFile, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, HashedFile
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Question
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     import torch
 
     from flytekitplugins.daskpytorch.rank.link import GangLink
-
-
-T = TypeVar("T")
 
 
 class RankCheckpoint(Checkpoint):
@@ -92,14 +89,14 @@ class RankCheckpoint(Checkpoint):
             if start is not None:
                 self._link.progress.reach(start, anew=True)
             return start
-        chosen = self._await_choice(None if step is None else int(step), ShardedCheckpoint)
-        self._loaded = chosen.saved if chosen is not None else None
+        chosen = self._await_choice(None if step is None else int(step), is_sharded=True)
+        self._loaded = chosen.saved(None) if chosen is not None else None
         return self.sharded.load(state, chosen) if chosen is not None else None
 
     def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
         check_best("load", self._best_by, best, step)
         if best or step is not None:
-            file = self._await_choice(None if step is None else int(step), CheckpointFile)
+            file = self._await_choice(None if step is None else int(step), is_sharded=False)
         else:
             file = self._start
         self._loaded = file.saved(self._storage) if file is not None else None
@@ -125,7 +122,7 @@ class RankCheckpoint(Checkpoint):
             return
         self._link.send(written)
 
-    def _await_choice(self, step: int | None, kind: type[T]) -> T | None:
+    def _await_choice(self, step: int | None, *, is_sharded: bool) -> CheckpointEntry | None:
         """Wait until the driver has chosen the best checkpoint, or that of a step.
 
         Each rank asks. The n-th requests of all ranks get the same checkpoint, which the driver chooses for rank 0.
@@ -133,11 +130,11 @@ class RankCheckpoint(Checkpoint):
         self._link.progress.move()
         self.flush()
         what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
-        answer = self._link.ask(Question.SHARDED if kind is ShardedCheckpoint else Question.CHECKPOINT, step)
+        answer = self._link.ask(Question.CHECKPOINT, (is_sharded, step))
         patience = self._patience if step is None else 0.0
         limit = self._timeout + patience
         try:
-            chosen = answer.result(limit).value
+            chosen: CheckpointEntry | None = answer.result(limit).value
         except TimeoutError as error:
             raise TimeoutError(
                 f"{what}, for which rank 0 has to ask, too, did not arrive within {limit:g} s. See the driver's log"
@@ -149,9 +146,9 @@ class RankCheckpoint(Checkpoint):
                 "has removed it, or it is of the other kind (`load`, `load_sharded`). Steps of kept checkpoints: "
                 f"{steps}"
             )
-        return chosen if isinstance(chosen, kind) else None
+        return chosen
 
-    def _fetched(self, file: CheckpointFile) -> Path:
+    def _fetched(self, file: CheckpointEntry) -> Path:
         try:
             return self._transfers.fetch(file)
         except (EOFError, OSError, ValueError) as error:
@@ -161,7 +158,9 @@ class RankCheckpoint(Checkpoint):
             ) from error
 
 
-def write_checkpoint(folder: Path, attempt: int, state: Any, step: int, metrics: Mapping[str, float]) -> CheckpointFile:
+def write_checkpoint(
+    folder: Path, attempt: int, state: Any, step: int, metrics: Mapping[str, float]
+) -> CheckpointEntry:
     """The file gets its final name once it is complete."""
     import torch
 
@@ -169,7 +168,7 @@ def write_checkpoint(folder: Path, attempt: int, state: Any, step: int, metrics:
     try:
         with HashedFile(io.FileIO(unfinished, "w")) as file:
             torch.save(state, file)
-        written = CheckpointFile(
+        written = CheckpointEntry(
             attempt=attempt,
             step=step,
             size=unfinished.stat().st_size,

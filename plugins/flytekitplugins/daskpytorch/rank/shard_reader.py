@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, METADATA, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, METADATA, CheckpointEntry
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 from flytekitplugins.daskpytorch.rank.shard_writer import Digests, with_retries
 
@@ -68,7 +68,7 @@ class ShardReader(StorageReader):
     Raises `DamagedError`, or `OSError` if storage does not answer.
     """
 
-    def __init__(self, files: Any, checkpoint: ShardedCheckpoint, *, moved: Callable[[], None]) -> None:
+    def __init__(self, files: Any, checkpoint: CheckpointEntry, *, moved: Callable[[], None]) -> None:
         self._files = files
         self._checkpoint = checkpoint
         self._moved = moved

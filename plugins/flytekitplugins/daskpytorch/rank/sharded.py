@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import ShardedCheckpoint, Sharding, WrittenShards, folder_name
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding, WrittenShards, folder_name
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
@@ -77,7 +77,7 @@ class ShardedCheckpoints:
         _check(heard)
         self._worker.submit(functools.partial(self._write, staged, self._own_group(), number, step, metrics))
 
-    def load(self, state: dict[str, Any], chosen: ShardedCheckpoint | None = None) -> int | None:
+    def load(self, state: dict[str, Any], chosen: CheckpointEntry | None = None) -> int | None:
         """Fill a state with a sharded checkpoint, by default the newest undamaged one. Call on all ranks together.
 
         Returns the step. Raises `OSError` if storage fails, `chosen` is damaged, or damaged checkpoints have changed
@@ -198,7 +198,7 @@ class ShardedCheckpoints:
         found = [(rank, error) for rank, error in enumerate(gathered(problem)) if error is not None]
         return (found[0][1], f"{found[0][1]} (rank {found[0][0]})") if found else None
 
-    def _heed(self, checkpoint: ShardedCheckpoint, problem: BaseException, text: str) -> None:
+    def _heed(self, checkpoint: CheckpointEntry, problem: BaseException, text: str) -> None:
         from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError
 
         where = f"the sharded checkpoint of step {checkpoint.step} at {checkpoint.uri}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointFile, digest_of, take_file
+from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.dialing import dial
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
@@ -44,7 +44,7 @@ class Transfers:
         for unfinished in self.folder.glob(f"{UNWRITTEN}*"):
             unfinished.unlink(missing_ok=True)
 
-    def deliver(self, file: CheckpointFile) -> None:
+    def deliver(self, file: CheckpointEntry) -> None:
         """Bring a checkpoint's file from `folder` to the driver. OSError or EOFError: it did not arrive."""
         if self._shared is not None:
             return
@@ -59,7 +59,7 @@ class Transfers:
             if old.name != file.name:
                 old.unlink(missing_ok=True)
 
-    def fetch(self, file: CheckpointFile) -> Path:
+    def fetch(self, file: CheckpointEntry) -> Path:
         """Return the path of a checkpoint's file that the driver lends. OSError, EOFError or ValueError: none came."""
         if self._shared is not None:
             return self._shared / LENT / file.name
@@ -85,7 +85,7 @@ class Transfers:
         with path.open("rb") as file:
             return mapped(file, address.segments)
 
-    def _upload(self, file: CheckpointFile) -> None:
+    def _upload(self, file: CheckpointEntry) -> None:
         with contextlib.closing(dial(self._agent, ConnectionError)) as connection:
             connection.send(messages.Upload(file))
             connection.send_file(self._scratch / file.name, self._moved)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.context import Checkpoint, Link, RankContext
@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import journal, payload
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, WrittenShards
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 ATTEMPT = 1
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """Stays unchanged, as the calling process may already use its GPUs."""
-E = TypeVar("E", CheckpointFile, ShardedCheckpoint)
 
 
 def run_here(
@@ -158,7 +157,7 @@ class _LocalCheckpoint(Checkpoint):
         self.sharding = self._committer.sharding()
         self._sharded = ShardedCheckpoints(self.sharding, attempt=ATTEMPT, rank=0, report=self._commit)
         if self._start is not None:
-            self._vault.hold([self._start.identity])  # `load` reads the file, perhaps after other saves
+            self._vault.hold([self._start.name])  # `load` reads the file, perhaps after other saves
         step = max((saved.step for saved in self.list()), default=None)
         if step is not None:
             told.tell(journal.Resumed(step=step))
@@ -187,7 +186,7 @@ class _LocalCheckpoint(Checkpoint):
         if not best and step is None:
             return self._sharded.load(state)
         chosen = self._find(self._vault.sharded, step)
-        self.loaded = chosen.saved if chosen is not None else None
+        self.loaded = chosen.saved(None) if chosen is not None else None
         return self._sharded.load(state, chosen) if chosen is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
@@ -201,7 +200,7 @@ class _LocalCheckpoint(Checkpoint):
         self._committer.close()
         self._told.tell(journal.Listed(checkpoints=self.list()))
 
-    def _find(self, entries: Sequence[E], step: int | None) -> E | None:
+    def _find(self, entries: Sequence[CheckpointEntry], step: int | None) -> CheckpointEntry | None:
         found = manifest.find(entries, self._keep, step)
         if found is None and step is not None:
             steps = ", ".join(str(kept.step) for kept in self.list()) or "none"

@@ -68,7 +68,8 @@ class LocalRun:
     def newest_step(self) -> int | None:
         with contextlib.suppress(OSError, LookupError):
             if (manifest := _newest_manifest(self.folder)) is not None:
-                return max((kind[0].step for kind in named_in(manifest.read_bytes()) or () if kind), default=None)
+                newest = {entry.is_sharded: entry.step for entry in reversed(named_in(manifest.read_bytes()) or ())}
+                return max(newest.values(), default=None)
         return None
 
     def advice(self) -> str:

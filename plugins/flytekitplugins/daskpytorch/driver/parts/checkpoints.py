@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, WrittenShards
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Question
 
@@ -23,7 +23,7 @@ GOES_ON = "the training goes on, and until the next checkpoint a restart begins 
 class Checkpoints(Part):
     _awaits_evaluations = False
     """A question for the best checkpoint waits for evaluations."""
-    takes = (CheckpointFile, WrittenShards, Question.CHECKPOINT, Question.SHARDED)
+    takes = (CheckpointEntry, WrittenShards, Question.CHECKPOINT)
 
     def __init__(self, state: GangState, committer: Committer) -> None:
         self._state = state
@@ -40,15 +40,15 @@ class Checkpoints(Part):
 
     def begin(self, attempt: Attempt) -> None:
         self._asked: list[tuple[Peer, int, Ask]] = []
-        self._chosen: dict[tuple[Question, int], Answer] = {}
-        """Answers to rank 0, by kind and number of the question, for the other ranks, too."""
+        self._chosen: dict[int, Answer] = {}
+        """Answers to rank 0, by number of the question, for the other ranks, too."""
         self._awaits_evaluations = False
 
     # ---- what happens
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         match report:
-            case CheckpointFile(step=step):
+            case CheckpointEntry(step=step):
                 attempt.steps[rank] = step
                 self._note_written(report)
             case WrittenShards(step=step):
@@ -57,7 +57,7 @@ class Checkpoints(Part):
             case Ask():
                 self._asked.append((peer, rank, report))
 
-    def _note_written(self, file: CheckpointFile) -> None:
+    def _note_written(self, file: CheckpointEntry) -> None:
         try:
             self.vault.add(file)
         except (OSError, ValueError) as error:
@@ -87,7 +87,7 @@ class Checkpoints(Part):
             )
         self.committer.sweep(commit.attempt, commit.number)
 
-    def _note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
+    def _note_kept(self, entry: CheckpointEntry) -> None:
         self._state.note_kept(entry)
         attempt = self._state.attempt
         if attempt is not None and attempt.number == entry.attempt:
@@ -124,7 +124,7 @@ class Checkpoints(Part):
         return newest.step if newest is not None else None
 
     @property
-    def newest_entry(self) -> CheckpointFile | ShardedCheckpoint | None:
+    def newest_entry(self) -> CheckpointEntry | None:
         newest = [self.vault.newest(), *self.vault.sharded[-1:]]
         return max((one for one in newest if one is not None), key=lambda one: one.step, default=None)
 
@@ -139,7 +139,7 @@ class Checkpoints(Part):
         attempt = self._state.training
         if attempt is None or not self._asked or self.blocks(Moment.RESTART):
             return
-        if any(rank == 0 and asked.about is None for _, rank, asked in self._asked):
+        if any(rank == 0 and asked.about[1] is None for _, rank, asked in self._asked):
             self._awaits_evaluations = self._state.blocks(Moment.CHOICE)
             if self._awaits_evaluations:
                 return
@@ -147,19 +147,17 @@ class Checkpoints(Part):
         waiting, self._asked = self._asked, []
         for _, rank, asked in waiting:
             if rank == 0:
-                self._chosen[asked.question, asked.number] = self._choose(asked)
+                self._chosen[asked.number] = self._choose(asked)
         for peer, rank, asked in waiting:
-            if (answer := self._chosen.get((asked.question, asked.number))) is not None:
+            if (answer := self._chosen.get(asked.number)) is not None:
                 peer.send(messages.Tell(answer))
             else:
                 self._asked.append((peer, rank, asked))
 
     def _choose(self, asked: Ask) -> Answer:
-        found: CheckpointFile | ShardedCheckpoint | None
-        if asked.question is Question.SHARDED:
-            found = find(self.vault.sharded, self.vault.keep, asked.about)
-        else:
-            found = find(self.vault.intact(), self.vault.keep, asked.about)
+        is_sharded, step = asked.about
+        found = find(self.vault.sharded if is_sharded else self.vault.intact(), self.vault.keep, step)
+        if not is_sharded:
             self.vault.lend(found)
         return Answer(asked.question, asked.number, found)
 

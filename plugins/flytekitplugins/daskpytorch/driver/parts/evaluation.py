@@ -22,12 +22,11 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol import host, journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 
-Entry = CheckpointFile | ShardedCheckpoint
 RETRY_INTERVAL = 2.0
 MAX_LACK = 60.0
 """Seconds after the training's end for which the gang waits for a worker that can evaluate."""
@@ -39,8 +38,8 @@ class Agenda:
     """Decides which checkpoint is evaluated next: the newest of each n-th one."""
 
     every: int = 1
-    running: Entry | None = None
-    waiting: Entry | None = None
+    running: CheckpointEntry | None = None
+    waiting: CheckpointEntry | None = None
     num_found: int = 0
     num_kept: int = 0
     num_done: int = 0
@@ -49,27 +48,27 @@ class Agenda:
     is_closed: bool = False
     seen: set[str] = field(default_factory=set)
 
-    def note_found(self, entry: Entry) -> None:
-        self.seen.add(entry.identity)
+    def note_found(self, entry: CheckpointEntry) -> None:
+        self.seen.add(entry.name)
         if not entry.is_evaluated:
             self.num_found += 1
             self._make_wait(entry)
 
-    def note_kept(self, entry: Entry) -> None:
-        if entry.identity in self.seen:
+    def note_kept(self, entry: CheckpointEntry) -> None:
+        if entry.name in self.seen:
             return
-        self.seen.add(entry.identity)
+        self.seen.add(entry.name)
         self.num_kept += 1
         if self.num_kept % self.every == 0:
             self._make_wait(entry)
 
-    def _make_wait(self, entry: Entry) -> None:
+    def _make_wait(self, entry: CheckpointEntry) -> None:
         if not self.is_closed:
             self.num_skipped += self.waiting is not None
             self.waiting = entry
 
     @property
-    def due(self) -> Entry | None:
+    def due(self) -> CheckpointEntry | None:
         return self.waiting if self.running is None else None
 
     def note_begun(self) -> None:
@@ -86,7 +85,7 @@ class Agenda:
     @property
     def held(self) -> frozenset[str]:
         """Identities of the checkpoints that must stay: the running and the waiting one."""
-        return frozenset(entry.identity for entry in (self.running, self.waiting) if entry is not None)
+        return frozenset(entry.name for entry in (self.running, self.waiting) if entry is not None)
 
     @property
     def is_outstanding(self) -> bool:
@@ -141,7 +140,7 @@ class Evaluator(Part):
 
     # ---- what the training's gang tells
 
-    def prepare(self, code: Code | None, start: Entry | None) -> None:
+    def prepare(self, code: Code | None, start: CheckpointEntry | None) -> None:
         self._code = code
         if self._settings is not None and start is not None:
             self._agenda.note_found(start)
@@ -154,7 +153,7 @@ class Evaluator(Part):
         if stage == "training":
             self._tell_trackers()
 
-    def note_kept(self, entry: Entry) -> None:
+    def note_kept(self, entry: CheckpointEntry) -> None:
         if self._settings is not None:
             self._agenda.note_kept(entry)
             self._hold()
@@ -232,7 +231,7 @@ class Evaluator(Part):
         if self._settings is not None:
             self._vault.hold(self._agenda.held)
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: CheckpointEntry) -> None:
         assert self._template is not None  # noqa: S101 - without `Gang(evaluate=...)`, no checkpoint waits
         assert self._settings is not None  # noqa: S101
         launcher = None
@@ -244,7 +243,7 @@ class Evaluator(Part):
             self._observers.remind("a checkpoint waits for a worker to be evaluated on")
             return
         self._agenda.note_begun()
-        start = entry if isinstance(entry, ShardedCheckpoint) else (entry, self._vault.path_of(entry))
+        start = entry if entry.is_sharded else replace(entry, folder=str(self._vault.path_of(entry).parent))
         request = replace(self._template, start=start, code=self._code)
         relay = Relay(f"evaluation of step {entry.step}", self._tell_later)
         self._gang = gang = self._make(request, launcher, [relay])
@@ -257,7 +256,7 @@ class Evaluator(Part):
     def _tell_later(self, event: journal.Event) -> None:
         self._state.agents.post(functools.partial(self._observers.tell, event))
 
-    def _run(self, gang: EvaluationGang, entry: Entry) -> None:
+    def _run(self, gang: EvaluationGang, entry: CheckpointEntry) -> None:
         metrics: Mapping[str, float] | BaseException
         try:
             metrics = gang.received.load_returned(0, gang.run()[0])
@@ -267,7 +266,7 @@ class Evaluator(Part):
             gang.received.drop_returned()
         self._state.agents.post(functools.partial(self._note_end, entry, metrics))
 
-    def _note_end(self, entry: Entry, metrics: Mapping[str, float] | BaseException) -> None:
+    def _note_end(self, entry: CheckpointEntry, metrics: Mapping[str, float] | BaseException) -> None:
         self._gang = None
         self._agenda.note_end(has_failed=isinstance(metrics, BaseException))
         if self._agenda.is_closed:
@@ -283,7 +282,7 @@ class Evaluator(Part):
             )
             self._records.append(record)
             self._observers.tell(journal.Logged(record=record))
-            self._vault.note_evaluated(entry.identity, metrics)
+            self._vault.note_evaluated(entry.name, metrics)
         self._hold()  # afterwards, as the metrics may be the best
         self._tell_trackers()
         self._state.note_evaluated()
@@ -295,7 +294,7 @@ class Evaluator(Part):
             for record in records if attempt.has_observers else ():
                 attempt.tell(messages.Tell(record))
 
-    def _tell_failure(self, entry: Entry, error: BaseException) -> None:
+    def _tell_failure(self, entry: CheckpointEntry, error: BaseException) -> None:
         what = f"the evaluation of the checkpoint of step {entry.step} failed, and the training goes on"
         if self._settings is not None and self._deadline == math.inf:
             limit = self._settings.timeout

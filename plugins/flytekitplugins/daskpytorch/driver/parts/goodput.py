@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.driver.part import Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Spent, Tell
 from flytekitplugins.daskpytorch.records import Goodput, RankUsage
 
@@ -172,7 +172,7 @@ class Accounting(Part):
         account = self._answers.setdefault(number, self.accountant.goodput())
         peer.send(Tell(Answer(Question.GOODPUT, number, account)))
 
-    def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
+    def note_kept(self, entry: CheckpointEntry) -> None:
         if self._state.attempt is not None and self._state.attempt.number == entry.attempt:
             self.accountant.keep(entry.step)
 

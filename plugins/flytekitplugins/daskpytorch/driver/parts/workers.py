@@ -5,7 +5,7 @@ import contextlib
 from flytekitplugins.daskpytorch.driver.attempt import Answers, Attempt
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.driver.state import GangState, StopRequest
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointFile, ShardedCheckpoint
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.messages import Question, Release, Tell
 
 GROWS = "more workers have come"
@@ -25,7 +25,7 @@ class Growth(Part):
     def begin(self, attempt: Attempt) -> None:
         self._has_kept = self._is_fresh = self._is_growing = False
 
-    def note_kept(self, entry: CheckpointFile | ShardedCheckpoint) -> None:
+    def note_kept(self, entry: CheckpointEntry) -> None:
         self._has_kept = True
 
     def orders(self, now: float) -> None:
