@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, payload
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -398,7 +398,7 @@ def test_a_checkpoint_whose_file_is_gone_is_said_and_the_one_before_is_taken(gan
     world = gang_of()
     world.train()
     [kept] = world.checkpoints.entries()
-    world.report(world.agent(W1), 0, replace(kept, step=2))
+    world.report(world.agent(W1), 0, Written(replace(kept, step=2)))
     assert sum("checkpoint of step 2 was not kept (FileNotFoundError" in note for note in world.watcher.notes) == 1
     assert world.checkpoints.newest() == kept
 
@@ -434,7 +434,7 @@ def test_shards_that_one_rank_cannot_write_are_given_up(gang_of: MakeWorld) -> N
     world.write_shards(world.agent(W1))
     world.work()
     world.obey_all()
-    assert "step 100 was not kept: PermissionError: no rights (rank 1)" in world.watcher.notes[-1]
+    assert "step 100 was not kept (PermissionError: no rights (rank 1))" in world.watcher.notes[-1]
     assert folders(world) == []
     world.save_shards()
     assert folders(world) == ["step-101/0-1"]
@@ -861,7 +861,7 @@ def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(gang_of: MakeWorl
     for rank, agent, report in (
         (0, W1, LogRecord(rank=0, step=3, num_steps=None, time=0.0, metrics={})),
         (1, W2, LogRecord(rank=1, step=4, num_steps=None, time=0.0, metrics={})),
-        (0, W1, file),
+        (0, W1, Written(file)),
     ):
         world.report(world.agent(agent), rank, report)
     assert world.brain._attempt.steps == {0: 5, 1: 4}

@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import (
     DIGESTS,
     METADATA,
     CheckpointEntry,
-    WrittenShards,
     folder_name,
 )
 from flytekitplugins.daskpytorch.protocol.files import Files
@@ -65,18 +64,22 @@ class Driver:
         self.committer.begin()
         return self
 
-    def write(self, step: int, number: int = 0, attempt: int = 0) -> WrittenShards:
+    def write(self, step: int, number: int = 0, attempt: int = 0) -> CheckpointEntry:
         """The ranks write a checkpoint."""
-        folder = f"{self.uri}/{folder_name(attempt, self.committer.sharding().nonce, step, number)}"
+        base, nonce = self.committer.base, self.committer.sharding().nonce
+        shards = folder_name(attempt, nonce, step, number)
         for name in ("__0_0.distcp", "__1_0.distcp", METADATA, DIGESTS):
-            Files(self.fs).write(f"{folder}/{name}", step.to_bytes(8, "big"))
-        return WrittenShards(attempt=attempt, number=number, step=step, size=32, digest="d", metrics={"loss": 1 / step})
+            Files(self.fs).write(f"{self.uri}/{shards}/{name}", step.to_bytes(8, "big"))
+        metrics = {"loss": 1 / step}
+        return CheckpointEntry(
+            attempt=attempt, step=step, size=32, digest="d", metrics=metrics, folder=base, shards=shards
+        )
 
     def save(self, step: int, number: int, attempt: int = 0) -> Committed:
         """A whole checkpoint, committed and swept after as the brain asks."""
         written = self.write(step, number, attempt)
         self.committer.commit(written)
-        self.committer.sweep(attempt, number)
+        self.committer.sweep_through(written)
         assert self.flush()
         return self.heard[-1]
 

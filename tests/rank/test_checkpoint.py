@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from flytekitplugins.daskpytorch.context import Checkpoint, Progress, current_rank
 from flytekitplugins.daskpytorch.driver.manifest import best_first
-from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, digest_of
+from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, Written, digest_of
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
@@ -49,16 +49,16 @@ class FakeLink:
     announce: Callable[[CheckpointEntry], None]
     awaited: Future[Answer]
     kept: Sequence[SavedCheckpoint] = ()
-    notes: list[str] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
 
-    def send(self, said: CheckpointEntry) -> None:
-        self.announce(said)
+    def send(self, said: Written) -> None:
+        if said.failure is None:
+            self.announce(said.entry)
+        else:
+            self.failures.append(said.failure)
 
     def ask(self, question: Question, about: tuple[bool, int | None]) -> Future[Answer]:
         return self.awaited
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
     def saving(self, step: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -71,7 +71,7 @@ class Rank:
     folder: Path
     announced: list[CheckpointEntry] = dataclasses.field(default_factory=list)
     progress: Progress = dataclasses.field(default_factory=Progress)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
 
     def checkpoint(
         self,
@@ -85,7 +85,7 @@ class Rank:
         order = order_for(attempt=2, checkpoint=start, settings=Gang(start_timeout=timeout))
         if not is_main:
             order = dataclasses.replace(order, place=dataclasses.replace(order.place, rank=1))
-        link: Any = FakeLink(self.progress, announce or self.lend, arrival or arrived(), notes=self.notes)
+        link: Any = FakeLink(self.progress, announce or self.lend, arrival or arrived(), failures=self.failures)
         return RankCheckpoint(dataclasses.replace(order, driver_folder=str(self.folder)), link)
 
     def lend(self, file: CheckpointEntry) -> None:
@@ -345,8 +345,8 @@ def test_folder_that_is_gone_costs_the_checkpoint_and_not_the_training(rank: Ran
     checkpoint.save(1, 6)
     checkpoint.flush()
     assert rank.announced == []
-    [told] = rank.notes
-    assert told.startswith("could not keep the checkpoint of step 6 (FileNotFoundError")
+    [told] = rank.failures
+    assert told.startswith("FileNotFoundError")
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class Keeper(FakeLink):
         super().__init__(rank.progress, rank.lend, Future())
         self.rank = rank
 
-    def send(self, said: CheckpointEntry) -> None:
+    def send(self, said: Written) -> None:
         super().send(said)
         self.kept = [file.saved("s3://b") for file in self.rank.announced]
 

@@ -77,7 +77,7 @@ def doom(moment: str) -> None:
             real = shard_writer._Stream.write
             shard_writer._Stream.write = lambda self, data: (real(self, data), self._file.flush(), die())
         case "at the report":
-            sharded.WrittenShards = die
+            sharded.Written = die
         case _:
             shard_writer.ShardWriter._put = put
 

@@ -115,7 +115,7 @@ def test_36_the_drivers_disk_is_full(
     with small_disk(tmp_path / "small") as small:
         monkeypatch.setattr(tempfile, "tempdir", str(small))
         watched = launch(client, outgrow_the_driver, 2 << 20)
-        refusal = f"could not keep the checkpoint of step {SAVED_NEXT} (OSError: [Errno 28] No space left on device"
+        refusal = f"the checkpoint of step {SAVED_NEXT} was not kept (OSError: [Errno 28] No space left on device"
         until(lambda: any(refusal in note for note in watched.notes) or watched.futures.done(), "the refusal")
         (watched.folder / "go").touch()
         check_resumed(watched, ft.SAVED_AT)

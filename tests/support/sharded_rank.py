@@ -10,8 +10,7 @@ from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
     CheckpointEntry,
     Sharding,
-    WrittenShards,
-    folder_name,
+    Written,
 )
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
@@ -31,7 +30,7 @@ class Rank:
     ) -> None:
         self.base = str(base)
         self.attempt = attempt
-        self.reports: list[WrittenShards] = []
+        self.reports: list[Written] = []
         self.num_moves = 0
         self.checkpoints = ShardedCheckpoints(
             Sharding(base=self.base, nonce=NONCE, token=token, start=tuple(start)),
@@ -55,18 +54,5 @@ class Rank:
         reports: list[Any] = [self.reports.pop(0) if current_rank().is_main else None]
         if current_rank().world_size > 1:
             dist.broadcast_object_list(reports)
-        return entry(self.base, reports[0])
-
-
-def entry(base: str, written: WrittenShards) -> CheckpointEntry:
-    """As the manifest has it."""
-    assert written.failure is None, written
-    return CheckpointEntry(
-        attempt=written.attempt,
-        step=written.step,
-        folder=base,
-        shards=folder_name(written.attempt, NONCE, written.step, written.number),
-        size=written.size,
-        digest=written.digest,
-        metrics=written.metrics,
-    )
+        assert reports[0].failure is None, reports
+        return reports[0].entry

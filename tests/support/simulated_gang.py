@@ -28,8 +28,9 @@ from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import framing, journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
     CheckpointEntry,
-    WrittenShards,
+    Written,
     folder_name,
+    save_of,
 )
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
@@ -657,7 +658,7 @@ class World:
         file = agent.uploads.pop(0)
         if not fails and not agent.is_gone and not agent.is_hung_up:
             self.checkpoints.path_of(file).write_bytes(f"{file.attempt} {file.step}".encode())
-            self.report(agent, 0, file)
+            self.report(agent, 0, Written(file))
             if file in self.checkpoints.entries():
                 self.committed = file.step
 
@@ -698,11 +699,13 @@ class World:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"__{rank}_0.distcp").write_bytes(b"shard")
 
-    def shards(self, attempt: int, number: int, failure: str | None = None) -> WrittenShards:
+    def shards(self, attempt: int, number: int, failure: str | None = None) -> Written:
         """Return rank 0's report."""
-        step = 100 + number
+        step, sharding = 100 + number, self.starts[-1].job.sharding
         metrics = {"loss": abs(101.0 - step)}
-        return WrittenShards(attempt=attempt, number=number, step=step, size=10, metrics=metrics, failure=failure)
+        name = folder_name(attempt, sharding.nonce, step, number)
+        made = CheckpointEntry(attempt=attempt, step=step, size=10, metrics=metrics, folder=sharding.base, shards=name)
+        return Written(made, failure)
 
     def save_shards(self) -> None:
         """All ranks write a sharded checkpoint, which is committed."""
@@ -718,10 +721,9 @@ class World:
             self.feed()
 
     def _hear_of_commit(self, committed: Committed) -> None:
-        if committed.error is None:
-            self.commits.add((committed.attempt, committed.number))
-        else:
-            self.given_up.add((committed.attempt, committed.number))
+        save = save_of(committed.entry.name)
+        assert save is not None
+        (self.commits if committed.error is None else self.given_up).add(save[0])
         self.calls.append(functools.partial(self.saving.note_commit, committed))
 
     def fail(self, agent: Agent, rank: int, error: Exception) -> None:

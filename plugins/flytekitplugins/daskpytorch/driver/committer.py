@@ -21,8 +21,6 @@ from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
     CheckpointEntry,
     Sharding,
-    WrittenShards,
-    folder_name,
     is_object,
     save_of,
 )
@@ -37,12 +35,9 @@ LANE = "shards"
 
 @dataclass(frozen=True)
 class Committed:
-    attempt: int
-    number: int
-    step: int
-    error: Exception | None
+    entry: CheckpointEntry
+    error: Exception | None = None
     """Error for which the driver has given up the checkpoint."""
-    made: CheckpointEntry | None = None
 
 
 class Committer:
@@ -99,20 +94,20 @@ class Committer:
         start = tuple(reversed(self.vault.sharded))
         return Sharding(base=self.base, nonce=self._nonce, token=token, start=start)
 
-    def commit(self, written: WrittenShards) -> None:
+    def commit(self, entry: CheckpointEntry) -> None:
 
         def gives_up(error: Exception, num_failures: int, _: float) -> bool:
             if num_failures == 1:
                 say(
-                    f"the sharded checkpoint of step {written.step} could not be committed ({type(error).__name__}: "
+                    f"the sharded checkpoint of step {entry.step} could not be committed ({type(error).__name__}: "
                     f"{error}); trying again for some minutes. The training goes on.",
                 )
             if num_failures < MAX_COMMIT_ATTEMPTS:
                 return False
-            self._say(Committed(written.attempt, written.number, written.step, error))
+            self._say(Committed(entry, error))
             return True
 
-        self.vault.worker.submit(lambda: self._commit(written), gives_up, lane=LANE)
+        self.vault.worker.submit(lambda: self._commit(entry), gives_up, lane=LANE)
 
     def sweep(self, attempt: int, number: int = -1) -> None:
         """Queue the removal of outdated checkpoints and of uncommitted saves up to this save of this attempt.
@@ -125,6 +120,11 @@ class Committer:
             return save <= (attempt, number) if nonce == self._nonce else nonce in self._earlier
 
         self._submit_removal(self.base, is_over)
+
+    def sweep_through(self, entry: CheckpointEntry) -> None:
+        """Sweep the saves up to this one, which was committed or given up."""
+        if (save := save_of(entry.name)) is not None:
+            self.sweep(*save[0])
 
     def flush(self, timeout: float) -> bool:
         """Wait for commits and removals. Return False after `timeout` seconds."""
@@ -158,18 +158,9 @@ class Committer:
 
     # ---- in the thread of the vault's worker
 
-    def _commit(self, written: WrittenShards) -> None:
-        made = CheckpointEntry(
-            attempt=written.attempt,
-            step=written.step,
-            folder=self.base,
-            shards=folder_name(written.attempt, self._nonce, written.step, written.number),
-            size=written.size,
-            digest=written.digest,
-            metrics=written.metrics,
-        )
-        self.vault.name(made)
-        self._say(Committed(written.attempt, written.number, written.step, None, made))
+    def _commit(self, entry: CheckpointEntry) -> None:
+        self.vault.name(entry)
+        self._say(Committed(entry))
 
     def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
         """Remove saves that the manifest does not name, if `is_over` says that no rank writes them any more."""

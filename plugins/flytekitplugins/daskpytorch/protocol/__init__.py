@@ -32,9 +32,9 @@ each attempt. Ranks that connect earlier wait in the socket's queue, and no othe
       │ ◀── a heartbeat: signs of life ───────── │ ◀── how many signs of life ─────────── │ log, steps and others
       │                                          │                                        │
       │ ◀══ from elsewhere: Upload(file), its bytes ═════════════════════════════════════ │ rank 0 has saved
-      │ ◀── Reported ─────────────────────────── │ ◀── CheckpointEntry ─────────────────── │
+      │ ◀── Reported ─────────────────────────── │ ◀── Written ────────────────────────── │
       │                                          │                                        │
-      │ ◀── Reported ─────────────────────────── │ ◀── WrittenShards ──────────────────── │ rank 0: shards in storage
+      │ ◀── Reported ─────────────────────────── │ ◀── Written ────────────────────────── │ rank 0: shards in storage
       │ committed: ─────────────── Tell ───────▶ │ ─── Kept(checkpoints) ───────────────▶ │ checkpoint.list()
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ on any node

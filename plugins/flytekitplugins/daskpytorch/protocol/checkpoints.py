@@ -23,13 +23,13 @@ LENT = "lent"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """A checkpoint, as a rank reports it and the manifest lists it."""
+    """A checkpoint, as rank 0 reports it and the manifest lists it."""
 
     attempt: int
     step: int
-    size: int
+    size: int = 0
     """Bytes of the file, or of all ranks' objects together."""
-    digest: str
+    digest: str = ""
     """SHA-256 of the file, or of `digests.json`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
     is_evaluated: bool = field(default=False, compare=False)
@@ -57,6 +57,15 @@ class CheckpointEntry:
         folder = self.folder if self.is_sharded else storage
         place = f"{folder}/{self.name}" if folder is not None else None
         return SavedCheckpoint(step=self.step, metrics=self.metrics, size=self.size, place=place)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Rank 0's report of a save."""
+
+    entry: CheckpointEntry
+    """After a failure without size and digest."""
+    failure: str | None = None
 
 
 class HashedFile(io.BufferedWriter):
@@ -97,20 +106,6 @@ OBJECT = re.compile(r"(__\d+_\d+\.distcp|digests\.json|\.metadata)(\.[0-9a-f]{32
 """Objects of a sharded checkpoint. The name of an unfinished one ends in 32 hexadecimal digits."""
 FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
 """Its groups: the attempt's number, the save's number, and the driver's nonce."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrittenShards:
-    attempt: int
-    number: int
-    """Number of the attempt's `save_sharded` call, from 0. Several calls may have the same training step."""
-    step: int
-    size: int = 0
-    """Bytes of all ranks' objects together."""
-    digest: str = ""
-    """SHA-256 of `digests.json`."""
-    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    failure: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.job import Job
@@ -162,8 +162,7 @@ class Returned:
 ShortReport = (
     Ready
     | LogRecord
-    | CheckpointEntry
-    | WrittenShards
+    | Written
     | RankUsage
     | Spent
     | Ask

@@ -19,9 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
-
-from flytekitplugins.daskpytorch.protocol.framing import Connection
+from typing import IO
 
 PIECE_SIZE = 1 << 20
 """Bytes. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
@@ -91,16 +89,6 @@ class SharedMemory:
         self._file = os.fdopen(os.memfd_create(self._name), "wb")
         self._segments = write_parts(self._file, parts)
         self.close = weakref.finalize(self, self._file.close)
-
-    @classmethod
-    def received(cls, connection: Connection, original: Address) -> Self:
-        """Receive a copy from the keeper. EOFError or OSError: it is incomplete, or memory is short."""
-        memory = cls()
-        for piece in connection.pieces(original.size, "the call's large arguments"):
-            memory._file.write(piece)
-        memory._file.flush()
-        memory._segments = original.segments
-        return memory
 
     @property
     def address(self) -> Address:

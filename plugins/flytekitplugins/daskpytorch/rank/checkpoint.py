@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Checkpoint
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, HashedFile
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, HashedFile, Written
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Question
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
@@ -115,12 +115,10 @@ class RankCheckpoint(Checkpoint):
             written = write_checkpoint(self._transfers.folder, self._attempt, state, step, metrics)
             self._transfers.deliver(written)
         except BaseException as error:  # mostly a full disk: the user is told, and the training goes on
-            self._link.note(
-                f"could not keep the checkpoint of step {step} ({_reason(error)}); the training goes on, and the "
-                "checkpoint before stays the newest"
-            )
+            lost = CheckpointEntry(attempt=self._attempt, step=step)
+            self._link.send(Written(lost, _reason(error)))
             return
-        self._link.send(written)
+        self._link.send(Written(written))
 
     def _await_choice(self, step: int | None, *, is_sharded: bool) -> CheckpointEntry | None:
         """Wait until the driver has chosen the best checkpoint, or that of a step.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding, WrittenShards, folder_name
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding, Written, folder_name
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
@@ -40,7 +40,7 @@ class ShardedCheckpoints:
         *,
         attempt: int,
         rank: int,
-        report: Callable[[WrittenShards], None],
+        report: Callable[[Written], None],
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._sharding = sharding
@@ -167,25 +167,24 @@ class ShardedCheckpoints:
 
         from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
 
-        folder = f"{self._sharding.base}/{folder_name(self._attempt, self._sharding.nonce, step, number)}"
-        self._writer = writer = ShardWriter(self._files, folder, moved=self._moved)
+        base, name = self._sharding.base, folder_name(self._attempt, self._sharding.nonce, step, number)
+        self._writer = writer = ShardWriter(self._files, f"{base}/{name}", moved=self._moved)
         failure = None
         try:
             save(staged, storage_writer=writer, process_group=group)
         except BaseException as error:  # CheckpointException is no Exception
             failure = _told(error)
         if self._rank == 0:
-            self._report(
-                WrittenShards(
-                    attempt=self._attempt,
-                    number=number,
-                    step=step,
-                    size=writer.size,
-                    digest=writer.digest,
-                    metrics=metrics,
-                    failure=failure,
-                )
+            entry = CheckpointEntry(
+                attempt=self._attempt,
+                step=step,
+                size=writer.size,
+                digest=writer.digest,
+                metrics=metrics,
+                folder=base,
+                shards=name,
             )
+            self._report(Written(entry, failure))
 
     def _opened(self, reader: ShardReader) -> tuple[Exception, str] | None:
         """Return the first rank's error and its text."""

@@ -48,12 +48,12 @@ class Transfers:
         """Bring a checkpoint's file from `folder` to the driver. OSError or EOFError: it did not arrive."""
         if self._shared is not None:
             return
-        for is_last in (*[False] * MAX_RETRIES, True):
+        for num_left in reversed(range(1 + MAX_RETRIES)):
             try:
                 self._upload(file)
                 break
             except (EOFError, ConnectionError):
-                if is_last:
+                if not num_left:
                     raise
         for old in self._scratch.glob("step-*.pt"):  # the driver has all that may still be loaded
             if old.name != file.name:

@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import journal, payload
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
@@ -207,20 +207,20 @@ class _LocalCheckpoint(Checkpoint):
             raise LookupError(f"the checkpoint of step {step} is not kept. Steps of kept checkpoints: {steps}")
         return found
 
-    def _commit(self, said: WrittenShards) -> None:
+    def _commit(self, said: Written) -> None:
         if said.failure is None:
-            self._committer.commit(said)
+            self._committer.commit(said.entry)
         else:
-            self._settle(said.step, said.failure)
+            self._settle(said.entry, said.failure)
 
     def _note_commit(self, commit: Committed) -> None:
-        self._settle(commit.step, commit.error)
+        self._settle(commit.entry, None if commit.error is None else f"{commit.error!r}")
 
-    def _settle(self, step: int, problem: object) -> None:
+    def _settle(self, entry: CheckpointEntry, problem: str | None) -> None:
         if problem is None:
-            self._note_kept(step)
+            self._note_kept(entry.step)
         else:
-            self._told.note(f"the sharded checkpoint of step {step} was not kept ({problem!r})")
+            self._told.note(f"the sharded checkpoint of step {entry.step} was not kept ({problem})")
 
     def _note_kept(self, step: int) -> None:
         self._told.tell(journal.Checkpointed(step=step))

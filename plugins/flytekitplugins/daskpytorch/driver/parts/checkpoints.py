@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.manifest import find, hint_of_metric
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, WrittenShards
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Question
 
@@ -23,15 +23,15 @@ GOES_ON = "the training goes on, and until the next checkpoint a restart begins 
 class Checkpoints(Part):
     _awaits_evaluations = False
     """A question for the best checkpoint waits for evaluations."""
-    takes = (CheckpointEntry, WrittenShards, Question.CHECKPOINT)
+    takes = (Written, Question.CHECKPOINT)
 
     def __init__(self, state: GangState, committer: Committer) -> None:
         self._state = state
         self._observers = state.observers
         self.vault = committer.vault
         self.committer = committer
-        self.commits: dict[tuple[int, int], int] = {}
-        """Step by (attempt number, save number)."""
+        self.commits: dict[str, int] = {}
+        """Name of a sharded checkpoint that is being committed -> its step."""
 
     def equip(self, job: Job) -> Job:
         self.vault.take_back()
@@ -48,44 +48,40 @@ class Checkpoints(Part):
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         match report:
-            case CheckpointEntry(step=step):
-                attempt.steps[rank] = step
-                self._note_written(report)
-            case WrittenShards(step=step):
-                attempt.steps[rank] = step
-                self._note_shards(attempt, report)
+            case Written(entry, failure) if entry.attempt == attempt.number:
+                attempt.steps[rank] = entry.step
+                self._note_written(entry, failure)
             case Ask():
                 self._asked.append((peer, rank, report))
 
-    def _note_written(self, file: CheckpointEntry) -> None:
-        try:
-            self.vault.add(file)
-        except (OSError, ValueError) as error:
-            self._observers.note(
-                f"the checkpoint of step {file.step} was not kept ({type(error).__name__}: {error}); {GOES_ON}"
-            )
+    def _note_written(self, entry: CheckpointEntry, failure: str | None) -> None:
+        if failure is not None:
+            self._note_lost(entry, failure)
+        elif entry.is_sharded:
+            self.commits[entry.name] = entry.step
+            self.committer.commit(entry)
         else:
-            self._note_kept(file)
+            try:
+                self.vault.add(entry)
+            except (OSError, ValueError) as error:
+                self._note_lost(entry, f"{type(error).__name__}: {error}")
+            else:
+                self._note_kept(entry)
 
-    def _note_shards(self, attempt: Attempt, said: WrittenShards) -> None:
-        if said.attempt != attempt.number:
-            return
-        if said.failure is None:
-            self.commits[said.attempt, said.number] = said.step
-            self.committer.commit(said)
-            return
-        self._observers.note(f"the sharded checkpoint of step {said.step} was not kept: {said.failure}; {GOES_ON}")
-        self.committer.sweep(said.attempt, said.number)
+    def _note_lost(self, entry: CheckpointEntry, reason: str) -> None:
+        kind = "sharded checkpoint" if entry.is_sharded else "checkpoint"
+        self._observers.note(f"the {kind} of step {entry.step} was not kept ({reason}); {GOES_ON}")
+        if entry.is_sharded:
+            self.committer.sweep_through(entry)
 
     def note_commit(self, commit: Committed) -> None:
-        self.commits.pop((commit.attempt, commit.number), None)
-        if commit.made is not None:
-            self._note_kept(commit.made)
-        else:
-            self._observers.note(
-                f"the sharded checkpoint of step {commit.step} was not kept ({commit.error!r}); {GOES_ON}"
-            )
-        self.committer.sweep(commit.attempt, commit.number)
+        entry = commit.entry
+        self.commits.pop(entry.name, None)
+        if commit.error is not None:
+            self._note_lost(entry, f"{commit.error!r}")
+            return
+        self._note_kept(entry)
+        self.committer.sweep_through(entry)
 
     def _note_kept(self, entry: CheckpointEntry) -> None:
         self._state.note_kept(entry)
