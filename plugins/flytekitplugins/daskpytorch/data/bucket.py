@@ -105,8 +105,13 @@ class Bucket:
     def __init__(self, name: str, access: Access) -> None:
         self.name = name
         self.access = access
-        self._plain: _Botocore | None = None
-        self._quick: _Obstore | _Botocore | None = None
+        self._session: Any = None
+        self._client: Any = None
+        """Of botocore, for all but most reads."""
+        self._store: Any = None
+        """Of obstore. None, too, where obstore would hang."""
+        self._is_ready = False
+        """True once the first read has looked for a store."""
         self._lock = threading.Lock()
         self._etags_are_checksums: bool | None = None
 
@@ -116,7 +121,7 @@ class Bucket:
         Raises `FileNotFoundError` without such a bucket, `PermissionError`, and other `OSError`s of the server.
         """
         uri = f"s3://{self.name}/{prefix}"
-        pages = self._plainly().client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        pages = self._connected().get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
         try:
             for page in pages:
                 for item in page.get("Contents", ()):
@@ -136,7 +141,7 @@ class Bucket:
             if retry:
                 time.sleep(random.uniform(0.5, 1) * min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** (retry - 1)))
             try:
-                body, etag = self._reader_of(listed.key).get(listed.key)
+                body, etag = self._get(listed.key)
                 self._verify(uri, listed, body, etag, seen)
             except FINAL:
                 raise
@@ -147,24 +152,46 @@ class Bucket:
         num_tries = self.access.num_retries + 1
         raise type(failure)(f"{failure}. Tried {num_tries} times with timeout={self.access.timeout:g} s") from failure
 
-    def _reader_of(self, key: str) -> _Obstore | _Botocore:
-        plain = self._plainly()
+    def _get(self, key: str) -> tuple[bytes, str]:
+        """Return an object's bytes and ETag, by obstore where that can read the key."""
+        import obstore
+
+        uri, client = f"s3://{self.name}/{key}", self._connected()
+        store = self._store_for(key)
+        try:
+            if store is None:
+                answer = client.get_object(Bucket=self.name, Key=key)
+                return answer["Body"].read(), answer.get("ETag", "").strip('"')
+            found = obstore.get(store, key)
+            return bytes(found.bytes()), (found.meta["e_tag"] or "").strip('"')
+        except Exception as error:
+            if store is None:
+                raise _from_botocore(error, uri) from error
+            raise _from_obstore(error, uri) from None  # the cause adds nothing
+
+    def _store_for(self, key: str) -> Any:
         is_path = not any(part in ("", ".", "..") for part in key.split("/"))
         if not is_path or CONTROL_CHARACTERS.search(key) is not None:  # obstore changes or refuses the key
-            return plain
+            return None
         with self._lock:
-            if self._quick is None:
+            if not self._is_ready:
                 if was_used_before_fork():
                     logger.warning(INHERITED)
-                    self._quick = plain
                 else:
-                    self._quick = _Obstore(self.name, self.access, plain)
-        return self._quick
+                    silence = timedelta(seconds=self.access.timeout)  # the last one is that of a whole picture
+                    timeouts = {"connect_timeout": silence, "read_timeout": silence, "timeout": 10 * silence}
+                    found = None if self.access.anon else credentials(self._session)
+                    self._store = open_store(self.name, self._client, found, timeouts, num_retries=0)  # `read` retries
+                self._is_ready = True
+        return self._store
 
-    def _plainly(self) -> _Botocore:
+    def _connected(self) -> Any:
+        """Return botocore's client."""
         with self._lock:
-            self._plain = self._plain or _Botocore(self.name, self.access)
-        return self._plain
+            if self._client is None:
+                self._session = self.access.session()
+                self._client = self.access.client(self._session)
+        return self._client
 
     def _verify(self, uri: str, listed: Listed, body: bytes, etag: str, seen: set[bytes]) -> None:
         if etag != listed.etag and etag and listed.etag:
@@ -196,43 +223,11 @@ class Bucket:
     def _is_checksum(self, listed: Listed) -> bool:
         """Ask the server how an object is encrypted, and return True if its ETag is an MD5 checksum of the content."""
         try:
-            answer = self._plainly().client.head_object(Bucket=self.name, Key=listed.key)
+            answer = self._connected().head_object(Bucket=self.name, Key=listed.key)
         except Exception as error:
             raise _from_botocore(error, f"s3://{self.name}/{listed.key}") from error
         encryption = answer.get("ServerSideEncryption", "")
         return encryption == "AES256" or (self._etags_are_checksums is True and not encryption.startswith("aws:kms"))
-
-
-class _Obstore:
-    def __init__(self, bucket: str, access: Access, plain: _Botocore) -> None:
-        self._bucket = bucket
-        silence = timedelta(seconds=access.timeout)
-        timeouts = {"connect_timeout": silence, "read_timeout": silence, "timeout": 10 * silence}  # of a whole picture
-        found = None if access.anon else credentials(plain.session)
-        self._store = open_store(bucket, plain.client, found, timeouts, num_retries=0)  # `Bucket.read` retries
-
-    def get(self, key: str) -> tuple[bytes, str]:
-        import obstore
-
-        try:
-            answer = obstore.get(self._store, key)
-            return bytes(answer.bytes()), (answer.meta["e_tag"] or "").strip('"')
-        except Exception as error:
-            raise _from_obstore(error, f"s3://{self._bucket}/{key}") from None  # the cause adds nothing
-
-
-class _Botocore:
-    def __init__(self, bucket: str, access: Access) -> None:
-        self._bucket = bucket
-        self.session = access.session()
-        self.client = access.client(self.session)
-
-    def get(self, key: str) -> tuple[bytes, str]:
-        try:
-            answer = self.client.get_object(Bucket=self._bucket, Key=key)
-            return answer["Body"].read(), answer.get("ETag", "").strip('"')
-        except Exception as error:
-            raise _from_botocore(error, f"s3://{self._bucket}/{key}") from error
 
 
 def _from_obstore(error: Exception, uri: str) -> OSError:
