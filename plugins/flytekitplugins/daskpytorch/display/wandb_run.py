@@ -184,10 +184,11 @@ def _is_open(run: Any) -> bool:
 
 
 def _join(init: Callable[..., Any], run: Any, *args: Any, **given: Any) -> Any:
-    """Stand in for `wandb.init`, which returns the open run, but without the configuration of this call."""
-    if (joined := init(*args, **given)) is run:
-        run.config.update(given.get("config") or {}, allow_val_change=True)
-    return joined
+    """Stand in for `wandb.init`, which would ask for a key, and return the open run without this call's `config`."""
+    if not _is_open(run) or given.get("reinit") in (True, "finish_previous", "create_new"):
+        return init(*args, **given)
+    run.config.update(given.get("config") or {}, allow_val_change=True)
+    return run
 
 
 def _shown(value: Any) -> Any:
