@@ -75,10 +75,9 @@ def test_the_example_trains(tmp_path: Path) -> None:
     done = run(shlex.split(command[1]), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 20/20" in done.stderr
-    for page in ("README.md", "docs/index.md"):
-        shown = re.search(r"the command prints `(.+)` in each run", PAGES[page])
-        assert shown, page
-        assert done.stdout.splitlines()[-1] == shown[1]
+    shown = re.search(r"the command prints `(.+)` in each run", PAGES["README.md"])
+    assert shown
+    assert done.stdout.splitlines()[-1] == shown[1]
 
 
 def test_the_tutorial_runs_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +111,6 @@ def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_profiled_example_leaves_a_trace_of_each_rank(tmp_path: Path) -> None:
-    run_example("profiled.py", tmp_path)
-    traces = [json.loads(file.read_text()) for file in (tmp_path / "traces").iterdir()]
-    assert {trace["distributedInfo"]["rank"] for trace in traces} == {0, 1}
-
-
 def test_the_example_of_a_gang_that_stays_trains_on_from_call_to_call(tmp_path: Path) -> None:
     *trainings, evaluation = run_example("phases.py", tmp_path).stdout.splitlines()
     losses = [float(line.split()[-1]) for line in trainings]
@@ -140,9 +133,6 @@ def test_the_tasks_of_a_script_train(tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text(block("# fit.py: "))
     done = run_example("fit_flow.py", tmp_path)
     assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) == pytest.approx(3.0, abs=0.5)
-    (tmp_path / "out/model.pt").unlink()
-    run_example("fit_flow2.py", tmp_path)
-    assert (tmp_path / "out/model.pt").exists()
 
 
 def test_the_resuming_example_trains(tmp_path: Path) -> None:
@@ -263,12 +253,6 @@ def test_the_script_with_figures_for_operators_exports_them(tmp_path: Path, monk
         assert values["daskpytorch_step", model, ""] == values["daskpytorch_steps", model, ""] == 8
         assert values["daskpytorch_running", model, ""] == 0
         assert values["daskpytorch_restarts_total", model, "lost"] == 0
-
-
-def test_the_script_with_observers_of_its_own_runs(tmp_path: Path) -> None:
-    done = run_script("RankObserver", tmp_path)
-    assert done.stdout == "lowest loss: 0.25, error: None\n"
-    assert done.stderr.count("[rank 0] ends with 0") == 1
 
 
 def test_the_task_with_a_deck_of_its_own_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,10 +459,5 @@ def test_the_readme_is_short_and_leads_somewhere() -> None:
 def test_the_file_tree_is_complete() -> None:
     tree = block("plugins/flytekitplugins/daskpytorch/", "text")
     plugin = REPOSITORY / "plugins/flytekitplugins/daskpytorch"
-    there = {
-        path.name for folder in ("tasks", "workflows", "benchmarks") for path in (REPOSITORY / folder).glob("*.py")
-    }
-    there |= {path.name for path in plugin.glob("*.py")}
-    assert set(re.findall(r"(?<=[─,] )\w+\.py", tree)) - {"__init__.py"} == there - {"__init__.py"}
-    folders = {path.parent.name for path in plugin.glob("*/__init__.py")}
-    assert folders <= set(re.findall(r"── (\w+)/", tree))
+    assert set(re.findall(r"(?<=[─,] )\w+\.py", tree)) == {path.name for path in plugin.glob("*.py")}
+    assert {path.parent.name for path in plugin.glob("*/__init__.py")} <= set(re.findall(r"── (\w+)/", tree))
