@@ -22,7 +22,7 @@ from ear import listening
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import agent
-from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, Lines
+from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, LineSplitter
 from flytekitplugins.daskpytorch.protocol import code, framing, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import Sharding
 from flytekitplugins.daskpytorch.protocol.failure import Recalled
@@ -221,7 +221,7 @@ def refuses_connections(address: tuple[str, int]) -> bool:
 
 
 def lines_of(*pieces: bytes) -> list[list[str]]:
-    lines = Lines()
+    lines = LineSplitter()
     return [lines.feed(piece) for piece in pieces]
 
 
@@ -244,7 +244,7 @@ def test_lines_of_a_stream(pieces: tuple[bytes, ...], lines: list[list[str]]) ->
 
 
 def test_a_line_without_an_end_is_sent_in_pieces_and_not_held() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     passed_on = [line for _ in range(100) for line in lines.feed(b"x" * 50_000)]
     assert 5_000_000 - MAX_LINE < sum(map(len, passed_on)) <= 5_000_000
     assert max(map(len, passed_on)) <= MAX_LINE

@@ -110,7 +110,7 @@ MAX_LINE = 64 << 10
 _END = re.compile("([\r\n])")
 
 
-class Lines:
+class LineSplitter:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unfinished = ""
@@ -139,7 +139,7 @@ class Output:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self._copy = copy
-        self._lines = Lines()
+        self._lines = LineSplitter()
         self.is_open = True
 
     def read_lines(self) -> list[str]:

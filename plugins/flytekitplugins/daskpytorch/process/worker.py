@@ -43,7 +43,7 @@ def _give_up(error: Exception, *_: float) -> bool:
 
 
 @dataclass(eq=False, kw_only=True)
-class Job:
+class QueuedJob:
     lane: str
     work: Callable[[], object]
     gives_up: Callable[[Exception, int, float], bool]
@@ -57,7 +57,7 @@ class Worker:
         self.retry_after = retry_after
         self._name = name
         self._changed = threading.Condition()
-        self._lanes: dict[str, deque[Job]] = {}
+        self._lanes: dict[str, deque[QueuedJob]] = {}
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self.is_urgent = False
@@ -73,14 +73,14 @@ class Worker:
         with self._changed:
             if self._thread is None:
                 self._start()
-            job = Job(lane=lane, work=work, gives_up=gives_up, due=time.monotonic())
+            job = QueuedJob(lane=lane, work=work, gives_up=gives_up, due=time.monotonic())
             self._lanes.setdefault(lane, deque()).append(job)
             self._changed.notify_all()
 
     def has_begun(self, lane: str) -> bool:
         return lane in self._lanes
 
-    def jobs(self, lane: str = DEFAULT_LANE) -> Sequence[Job]:
+    def jobs(self, lane: str = DEFAULT_LANE) -> Sequence[QueuedJob]:
         return self._lanes.get(lane, ())
 
     def flush(self, timeout: float | None = None, *, lane: str = DEFAULT_LANE) -> bool:
@@ -104,11 +104,11 @@ class Worker:
             self._is_closed = True
             self._changed.notify_all()
 
-    def first(self) -> Job | None:
+    def first(self) -> QueuedJob | None:
         with self._changed:
             return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 
-    def do(self, job: Job) -> None:
+    def do(self, job: QueuedJob) -> None:
         """A failed job stays for a retry, unless its `gives_up` returns True."""
         try:
             job.work()

@@ -309,7 +309,7 @@ def _pickler(sharded: tuple[type, ...]) -> type[pickler.Pickler]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    class Pickler(pickler.Pickler):
+    class ReturnPickler(pickler.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             _refuse_sharded(obj, sharded)
             if isinstance(obj, DistributedDataParallel):
@@ -319,7 +319,7 @@ def _pickler(sharded: tuple[type, ...]) -> type[pickler.Pickler]:
                 return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
             return reduce_storage(obj) or super().reducer_override(obj)
 
-    return Pickler
+    return ReturnPickler
 
 
 def _as_it_is(value: Any) -> Any:
