@@ -107,11 +107,9 @@ class Bucket:
         self.access = access
         self._session: Any = None
         self._client: Any = None
-        """Of botocore, for all but most reads."""
         self._store: Any = None
         """Of obstore. None, too, where obstore would hang."""
         self._is_ready = False
-        """True once the first read has looked for a store."""
         self._lock = threading.Lock()
         self._etags_are_checksums: bool | None = None
 
@@ -186,7 +184,6 @@ class Bucket:
         return self._store
 
     def _connected(self) -> Any:
-        """Return botocore's client."""
         with self._lock:
             if self._client is None:
                 self._session = self.access.session()
@@ -280,7 +277,6 @@ class Access:
     """None: from the environment or the profile, else us-east-1."""
     num_connections: int = 32
     timeout: float = 30.0
-    """Seconds for the server's answer to a request."""
     num_retries: int = 5
 
     def session(self) -> Any:

@@ -24,12 +24,10 @@ from flytekitplugins.daskpytorch.process.folders import make_private, replacing
 logger = logging.getLogger(__name__)
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-"""Extensions of torchvision, and .gif. Upper case counts, too."""
 OWN_FOLDER = "daskpytorch-images"
 OURS = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}-\w+")
 """Names of the cache's files. Unfinished ones begin with a dot."""
 LOW_WATER = 0.9
-"""Share of the maximum size, from 0 to 1, to which a full cache is reduced, oldest files first."""
 SHARE_BETWEEN_LOOKS = 0.03
 DIGEST_SIZE = 16
 """Bytes of the checksum at the end of each file. A file that a crash has cut short lacks it."""
@@ -39,13 +37,10 @@ DIGEST_SIZE = 16
 class ImageIndex:
     bucket: str
     prefix: str
-    """Common beginning of all keys. Empty, or ends with a slash."""
     nested: bool
-    """True if a class's folder may have subfolders with pictures."""
     files: Sequence[Listed]
     classes: list[str]
     targets: list[int]
-    """Index in `classes` of each picture's class."""
 
     @classmethod
     def of(cls, listing: Iterable[Listed], bucket: str, prefix: str, *, nested: bool) -> ImageIndex:
@@ -72,7 +67,6 @@ class ImageIndex:
         return cls(bucket=bucket, prefix=folder, nested=nested, files=files, classes=classes, targets=targets)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index as JSON. An existing file is replaced atomically."""
         write_whole(Path(path), json.dumps(asdict(self)).encode())
 
     @classmethod

@@ -56,7 +56,6 @@ class Phase:
 @dataclass
 class Values:
     record: LogRecord | None = None
-    """Newest log record, without evaluations."""
     metrics: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
 
@@ -67,7 +66,6 @@ class Values:
         return dict(itertools.islice(numbers, MAX_VALUES))
 
     def add(self, record: LogRecord) -> None:
-        """Add a record. Of too many metrics, only the newest record's are kept."""
         if len(self.metrics.keys() | record.metrics.keys()) > MAX_NAMES:
             self.metrics, self.steps = {}, {}
         self.metrics = {**self.metrics, **record.metrics}  # a new dictionary, since other threads read the old one
@@ -126,7 +124,6 @@ class RunState(Observer):
     A gang that resumes from a checkpoint restores them up to its step.
     """
     stays: bool = False
-    """True for a gang that stays, which is idle between its calls."""
     training: journal.Training | None = None
     shape: Shape | None = None
     attempt: int | None = None
@@ -181,7 +178,6 @@ class RunState(Observer):
 
     @property
     def now(self) -> float:
-        """The run's end, or the present time before the end, in seconds since the epoch."""
         return self.ended_at or self.clock()
 
     @property
@@ -213,7 +209,6 @@ class RunState(Observer):
     # ---- The fold
 
     def on_event(self, event: journal.Event) -> None:
-        """Change the state by an event. Output of ranks and records of other ranks than 0 change nothing."""
         if isinstance(event, (journal.Wrote, journal.Prompted)):
             return
         if isinstance(event, journal.Logged) and event.record.rank != 0:
@@ -396,12 +391,10 @@ class View(Observer):
     """Set by `watched`."""
 
     def note(self, text: str) -> None:
-        """Show a line that is no event of a gang."""
         self.on_event(journal.Noted(text=text))
 
 
 def watched(state: RunState, observers: Sequence[Observer]) -> list[Observer]:
-    """Return the observers of a gang in the order in which they get events: the state, then those that may read it."""
     for observer in observers:
         if isinstance(observer, View):
             observer.state = state

@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.report.pieces import brief, name_of
 
 MAX_LINE = 2_000
 LARGE_RATE = 10.0
-"""Steps per second from which on a rate is a whole number."""
 MAX_LEFT = 1e9
 
 
@@ -104,7 +103,6 @@ Older lines are dropped.
 WIDE = 100
 
 MIN_CALL = 1.0
-"""Seconds that a call which has logged nothing must take for a line at its end."""
 
 
 class Board:

@@ -47,7 +47,6 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class FoundGpus:
     names: dict[str, str] = field(default_factory=dict)
-    """Index or UUID, as `CUDA_VISIBLE_DEVICES` has it and in that order -> model."""
     uuids: tuple[str, ...] = ()
     problem: str = ""
 

@@ -34,10 +34,8 @@ __all__ = [
 Tone = Literal["busy", "good", "bad", "warn", "idle"]
 """Meaning of a colour on a page, for example `bad` for a failure."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
-"""Table cells that are aligned to the right: numbers, possibly with a unit, and empty cells."""
 LARGE = 1e15
 MAX_SHARES = 8
-"""Parts of a bar of `shares`, each with its own colour."""
 MAX_NAME = 60
 MAX_TEXT = 20_000
 """A longer text loses its middle."""

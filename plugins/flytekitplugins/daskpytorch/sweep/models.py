@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = "stopped early"
 LOOK_INTERVAL = 0.5
-"""Seconds between two looks at the cluster's workers."""
 
 
 def train_all(sweep: Sweep) -> ModelFutures:
@@ -67,7 +66,6 @@ class ModelFutures(Futures[ModelFuture]):
         self.cluster = sweep.cluster
         self._sweep = sweep
         self._changed = threading.Condition()
-        """Lock of the free workers and the waiting models. A notification wakes the thread that starts gangs."""
         self._allotment = Allotment(sweep.cluster.workers)
         missing = [model for model in models if not sweep.is_over(model)]
         self._waiting = sorted(missing, key=lambda model: -model.num_workers)

@@ -261,7 +261,6 @@ class Model:
     index: int
     line: View
     kept: KeptModel | None = None
-    """State that an earlier call of `dispatch.map` left in storage."""
     experiment: Any = None
     num_workers: int = 0
     storage: ModelStorage | None = None
