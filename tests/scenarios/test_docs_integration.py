@@ -422,8 +422,8 @@ def test_hyper_parameters_of_ones_own_are_strict() -> None:
 def test_the_check_of_a_gpu_can_be_defined() -> None:
     """The guide's function that checks a GPU can be defined here. A GPU is needed to run the function."""
     names: dict[str, Any] = {}
-    exec(block("Gang(gpu_check=is_fast_enough)"), names)
-    assert names["gang"].gpu_check is names["is_fast_enough"]
+    exec(block("Gang(gpu_check=has_room)"), names)
+    assert names["gang"].gpu_check is names["has_room"]
 
 
 def write_weights(examples: list[str], folder: str) -> None:
