@@ -24,7 +24,7 @@ PACKAGES = ("flytekitplugins/daskpytorch", "flyteplugins/daskpytorch")
 LICENCES = ("LICENSE", "uPlot-LICENSE")
 """Ours, and that of what we hand on."""
 QUESTIONS = (
-    "Did `python tests/support/matrix.py` pass with today's newest versions, and is docs/versions.md committed?",
+    "Did `python tools/matrix.py` pass with today's newest versions, and is docs/versions.md committed?",
     "Did `pytest -m slow` pass?",
     "Does the changelog say what breaks, and what to do about it?",
 )

@@ -201,13 +201,6 @@ def test_decoders_agree_on_smaller_pictures(kind: str, min_side: int) -> None:
     assert torch.equal(by_torch, torch.from_numpy(np.array(by_pil)).permute(2, 0, 1))  # type: ignore[arg-type]
 
 
-def test_a_smaller_picture_shows_the_same() -> None:
-    wanted = np.asarray(decode(SHOT, "pil").resize((165, 126), Image.Resampling.BILINEAR), dtype=int)  # type: ignore[union-attr]
-    smaller = np.asarray(decode(SHOT, "pil", min_side=251).resize((165, 126), Image.Resampling.BILINEAR))  # type: ignore[union-attr]
-    difference = np.abs(smaller - wanted)
-    assert 0 < difference.mean() < 4
-
-
 # ---- Who decodes ----------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 import base64
 import math
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -182,26 +181,6 @@ def test_what_is_good_follows_from_the_name(name: str, mode: str | None) -> None
 # ---- How it is going
 
 
-def test_the_page_of_a_training_begins_with_how_it_is_going() -> None:
-    clock = Clock()
-    recorder = RunState(name="flows.train", clock=clock)
-    assert state(body(recorder)) == "starting"
-    clock.now += 5
-    To(recorder).placed(shape(2))
-    To(recorder).formed(5.0)
-    for step in range(11):
-        To(recorder).logged(record(step, num_steps=101, time=2.0 * step, epoch=1, loss=1 / (step + 1)))
-    clock.now += 55
-    page = body(recorder)
-    assert state(page) == "training"
-    assert f"as of {time.strftime('%H:%M:%S', time.localtime(clock.now))}" in page
-    found = figures(page)
-    assert (found["epoch"], found["step"], found["running for"], found["loss"]) == ("1", "10", "1 min", "0.09091")
-    assert found["time left"] == "3 min"  # 90 steps at half a step per second
-    assert 'aria-valuenow="11"' in page
-    assert "best 0.09091 at step 10" in page
-
-
 @pytest.mark.parametrize(
     ("error", "word", "first"),
     [
@@ -296,16 +275,6 @@ def test_each_rank_has_its_usage_and_its_lines() -> None:
     assert ["1", "40", "10", "1.5", "0.2", "2", "3", "50"] in rows_of(page)
     To(recorder).placed(shape(1))  # with one rank less
     assert "optimizer steps/s" not in body(recorder)
-
-
-def test_a_program_that_logs_nothing_is_told_how_and_its_steps_are_counted() -> None:
-    recorder = RunState(clock=Clock())
-    To(recorder).used(usage(0, 1_000.0, 10))
-    page = body(recorder)
-    assert "No records so far." in page
-    assert re.search(r"steps</dt>\s*<dd[^>]*>10<", page)
-    To(recorder).logged(record(0, loss=1.0))
-    assert "No records" not in body(recorder)
 
 
 def test_the_newest_pictures_and_histograms_are_drawn_as_far_as_the_page_has_room() -> None:

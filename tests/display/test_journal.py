@@ -22,15 +22,7 @@ from distributed import Client
 from pytest_regressions.file_regression import FileRegressionFixture
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import (
-    Gang,
-    Histogram,
-    OpenTelemetry,
-    Picture,
-    Wandb,
-    current_rank,
-    dispatch,
-)
+from flytekitplugins.daskpytorch import Gang, Histogram, OpenTelemetry, Picture, Wandb, current_rank, dispatch
 from flytekitplugins.daskpytorch.__main__ import main
 from flytekitplugins.daskpytorch.display import deck, journal_file
 from flytekitplugins.daskpytorch.display.journal_file import Journal, run_of

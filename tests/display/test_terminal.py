@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 import os
 import re
 import sys
@@ -26,7 +25,7 @@ from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, Board, Displa
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.report.pieces import MAX_NAME
-from told import To, node, shape_of, usage
+from told import To, node, shape_of
 
 SHAPE = shape_of(node("tcp://10.0.0.1:1", "h1"), node("tcp://10.0.0.2:1", "h2"))
 record = partial(told.record, num_steps=8)
@@ -99,11 +98,6 @@ def test_a_terminal_gets_one_line_for_each_epoch_and_new_metric(records: list[Lo
     assert steps_of_lines(records) == steps
 
 
-def test_a_line_of_an_epoch_has_its_last_values_each_with_its_step() -> None:
-    lines = shown(record(3, epoch=1, loss=1.0), record(4, epoch=1, loss=0.5), record(6, epoch=1, val_loss=2.0))
-    assert "train: epoch 1  step 6/8  loss 0.5 (step 4)  val_loss 2" in lines.splitlines()
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The display's time, of which a test says how it goes on."""
@@ -127,16 +121,6 @@ def training(console: Console, clock: list[float], num_steps: int = 8) -> Progre
     return display
 
 
-def test_a_log_that_is_no_terminal_says_how_fast_it_goes_and_how_long_it_will_take(clock: list[float]) -> None:
-    text = io.StringIO()
-    display = training(console_of(text, clock, width=200), clock)
-    clock[0] += 10.0
-    To(display).logged(record(4, time=clock[0], loss=0.5))
-    assert (
-        "train: epoch 2  step 4/8  loss 0.5  1,000 samples/s  0.083 steps/s  36 s left" in text.getvalue().splitlines()
-    )
-
-
 @pytest.mark.parametrize(("num_steps", "left"), [(8, "8 s"), (2_000, "1 h 6 min"), (200_000, "4.6 days")])
 def test_sixty_columns_hold_name_step_loss_pace_and_what_is_left(clock: list[float], num_steps: int, left: str) -> None:
     console = console_of(io.StringIO(), clock, force_terminal=True, width=60)
@@ -149,19 +133,6 @@ def test_sixty_columns_hold_name_step_loss_pace_and_what_is_left(clock: list[flo
     assert line.split("  ")[:3] == [f"train step 3/{num_steps}", "loss 0.25", "0.5 steps/s"]
     assert line.endswith(f"  {left} left")
     assert len(line) <= 60
-
-
-def test_eighty_columns_shorten_a_models_long_name_and_nothing_else(clock: list[float]) -> None:
-    console = console_of(io.StringIO(), clock, force_terminal=True, width=80)
-    board = Board(console)
-    line = board.add("model 20 {'steps': 20, 'lr': 0.21, 'optimizer':…", clock[0])
-    assert line is not None
-    board.update(line, record(10, num_steps=20, loss=0.6083), "5 steps/s  1.4 s left")
-    live = board.bars.get_renderable()
-    board.remove(line)
-    with console.capture() as capture:
-        console.print(live)
-    assert capture.get() == "model 20 {'steps': 20, 'l… step 10/20  loss 0.6083  5 steps/s  1.4 s left\n"
 
 
 @pytest.mark.parametrize(("total", "is_said"), [(80.0, True), (6.6, False)])
@@ -180,13 +151,6 @@ def test_the_very_last_line_of_a_run_of_some_time_says_where_that_went(
     assert [line for line in text.getvalue().splitlines() if "goodput" in line] == told
     assert text.getvalue().splitlines()[-1:] == (told or ["  Deck: /tmp/deck.html"])
     assert capfd.readouterr().err.splitlines() == ["train failed: rank 0 of 2 failed", *told]
-
-
-def test_a_gang_that_waited_in_vain_for_workers_ends_with_its_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    echo = Display(Board(is_quiet=True))
-    To(echo).accounted(Goodput(total=80.0, starting=80.0))
-    To(echo).ended(GangError("no worker came within 80 s"))
-    assert capfd.readouterr().err == "the gang failed: no worker came within 80 s\n"
 
 
 def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:
@@ -292,11 +256,6 @@ def test_a_record_is_one_line_without_control_characters(entry: LogRecord) -> No
     assert all(len(word) <= MAX_NAME or not set(word) - set("x…") for word in text.split())
 
 
-def test_an_epoch_that_is_no_number_is_no_news_each_time() -> None:
-    lines = shown(*[record(step, epoch=math.nan, loss=1.0) for step in range(50)]).splitlines()
-    assert len([line for line in lines if "step" in line]) == 1
-
-
 def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys: pytest.CaptureFixture[str]) -> None:
     gang_error = GangError("rank 1 of 2 failed on w (host h): ValueError: empty\n\nTraceback of rank 1:\n...")
     own = ValueError("empty")
@@ -322,48 +281,4 @@ def test_the_display_steps_aside_for_a_debugger_and_comes_back() -> None:
     assert "[rank 0] said meanwhile" in text.getvalue()
     To(display).logged(record(1, loss=1.0))
     assert bars.live.is_started
-    To(display).ended(None)
-
-
-def test_the_plain_echo_keeps_quiet_for_a_debugger_until_the_end(capfd: pytest.CaptureFixture[str]) -> None:
-    echo = Display(Board(is_quiet=True))
-    To(echo).debugging(1)
-    To(echo).wrote(0, ["said meanwhile"])
-    assert capfd.readouterr().err == ""
-    To(echo).ended(None)
-    assert capfd.readouterr().err == "[rank 0] said meanwhile\n"
-
-
-# ---- A gang that stays
-
-
-def show_calls(display: ProgressDisplay, clock: list[float]) -> None:
-    """A quick call without metrics, one with metrics, one that fails, and two seconds of idling."""
-    display.state = RunState(clock=lambda: clock[0])
-    To(display).placed(SHAPE)
-    To(display).formed(0.5)
-    To(display).calling("quick")
-    To(display).called("quick", None)
-    To(display).calling("flows.train")
-    for step in range(2):
-        To(display).logged(record(step, loss=0.5, num_steps=2))
-    clock[0] += 3.0
-    To(display).used(usage(0))
-    To(display).called("flows.train", None)
-    To(display).calling("bad")
-    To(display).called("bad", ValueError("no"))
-    for rank in (0, 1):
-        To(display).used(usage(rank, memory=1 << 30, gpu_memory=1 << 30))
-    clock[0] += 2.0
-
-
-def test_a_terminal_shows_the_call_of_a_gang_that_stays_or_the_memory_that_it_holds(clock: list[float]) -> None:
-    display = ProgressDisplay(Board(console_of(io.StringIO(), clock, width=200, force_terminal=True)), "gang")
-    show_calls(display, clock)
-    [line] = display.board.bars.tasks
-    assert line.fields["name"] == "gang"
-    assert line.fields["text"] == "idle, its ranks hold 4.0 GiB"
-    To(display).calling("flows.train")
-    assert line.fields["name"] == "train"
-    assert line.fields["text"] == ""
     To(display).ended(None)

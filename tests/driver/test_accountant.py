@@ -148,22 +148,6 @@ def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_o
     }
 
 
-def test_without_a_checkpoint_all_the_work_is_lost_but_not_the_start(world_of: MakeTrained) -> None:
-    world = world_of(10.0)
-    world.spend(preparing=3.0, stepping=20.0, data=2.0)
-    world.kill_worker(W2)
-    world.obey_all()
-    world.cluster.here.add(W2)
-    world.wait(30.0)
-    world.go(7.0)
-    world.spend(preparing=1.0, stepping=20.0)
-    world.deliver_all()
-    goodput = parts(world.end())
-    assert goodput.pop("waiting") >= 1.0
-    assert goodput["lost"] == 22.0
-    assert goodput["stepping"] == 20.0
-
-
 def test_a_checkpoint_that_was_written_but_did_not_arrive_keeps_nothing(world_of: MakeTrained) -> None:
     world = world_of()
     world.spend(stepping=20.0)
@@ -191,23 +175,6 @@ def test_a_checkpoint_that_arrives_after_the_failure_keeps_what_it_holds(world_o
     goodput = parts(world.end())
     assert goodput["stepping"] == 20.0
     assert goodput["lost"] == 3.0
-
-
-def test_a_gang_that_grows_loses_nothing_but_what_came_after_its_checkpoint(world_of: MakeTrained) -> None:
-    world = world_of(5.0, min_workers=1)
-    world.keep(5)
-    world.kill_worker(W2)
-    world.go_again(4.0)
-    world.join(world.new_worker())
-    world.spend(stepping=8.0)
-    world.keep(9)
-    world.go_again(3.0)
-    assert len(world.starts) == 3
-    world.spend(stepping=8.0)
-    world.deliver_all()
-    goodput = parts(world.end())
-    assert goodput["stepping"] == 16.0
-    assert "lost" not in goodput
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -243,16 +210,6 @@ def test_a_gang_that_never_forms_has_only_started(tmp_path: Path) -> None:
     goodput = world.end()
     assert goodput.starting == goodput.total > 0
     assert goodput.share == 0.0
-
-
-def test_observers_hear_every_two_seconds(world_of: MakeTrained) -> None:
-    world = world_of(1.0)
-    for _ in range(20):
-        world.spend(stepping=0.5)
-    assert 4 <= len(world.watcher.accounts) <= 6
-    assert [goodput.total for goodput in world.watcher.accounts] == sorted(
-        {goodput.total for goodput in world.watcher.accounts}
-    )
 
 
 def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(

@@ -20,12 +20,7 @@ from flytekitplugins.daskpytorch.driver.blame import (
     find_root_failure,
     from_user,
 )
-from flytekitplugins.daskpytorch.protocol.failure import (
-    Failure,
-    GpuFaultError,
-    RankExit,
-    is_of_watchdog,
-)
+from flytekitplugins.daskpytorch.protocol.failure import Failure, GpuFaultError, RankExit, is_of_watchdog
 
 
 def raised_in(path: str, error: Exception, *, by: str = "/usr/lib/site-packages/a_client.py") -> Failure:

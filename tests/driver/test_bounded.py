@@ -89,13 +89,6 @@ def test_records_in_the_deck(made: Callable[[int], LogRecord]) -> None:
     assert [record.step for record in deck.records] == [*range(FACTOR * FEW - 100, FACTOR * FEW)]
 
 
-@pytest.mark.parametrize("made", RECORDS)
-def test_records_in_a_log(made: Callable[[int], LogRecord]) -> None:
-    display = ProgressDisplay(Board(Console(quiet=True)), "m.train")
-    To(display).formed(1.0)
-    assert_bounded(display, lambda step: display.on_event(Logged(record=made(step))), few=1_000)
-
-
 def test_records_in_a_terminal() -> None:
     with Path(os.devnull).open("w") as file:
         display = ProgressDisplay(Board(Console(file=file, force_terminal=True, width=120)), "m.train")

@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, payload
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
+from flytekitplugins.daskpytorch.protocol.checkpoints import Written
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -853,18 +853,6 @@ def test_a_gang_whose_ranks_all_answer_is_judged_at_once(gang_of: MakeWorld) -> 
     world.wait(10.0)
     world.obey_all()  # they answer
     assert isinstance(world.agent(W1).orders.pop(), messages.Stop)
-
-
-def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    file = CheckpointEntry(attempt=0, step=5, size=1, digest="0" * 64)
-    for rank, agent, report in (
-        (0, W1, LogRecord(rank=0, step=3, num_steps=None, time=0.0, metrics={})),
-        (1, W2, LogRecord(rank=1, step=4, num_steps=None, time=0.0, metrics={})),
-        (0, W1, Written(file)),
-    ):
-        world.report(world.agent(agent), rank, report)
-    assert world.brain._attempt.steps == {0: 5, 1: 4}
 
 
 def recalled(*numbers: int, is_done: bool = True) -> Recalled:

@@ -12,10 +12,9 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch import DaskDDP, Evaluate, Gang, Keep, SpawnDDP, WorkerGroup, dispatch
-from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.committer import LANE
-from flytekitplugins.daskpytorch.driver.parts.evaluation import MAX_LACK, Agenda
+from flytekitplugins.daskpytorch.driver.parts.evaluation import MAX_LACK
 from flytekitplugins.daskpytorch.driver.request import names_of_evaluation
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.errors import GangError, WorkerLostError
@@ -27,7 +26,6 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Ask, Leave, Question, Tell
 from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import Agent, World
-from told import To
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
 BEST = Keep(last=1, best=1, metric="held_out", mode="min")  # the lowest step, in the simulation
@@ -81,23 +79,6 @@ def kept(world: World) -> list[int]:
 def files(world: World) -> list[int]:
     """The whole checkpoints on the driver's disk."""
     return sorted(int(path.name.split("-")[1]) for path in world.folder.glob("step-*.pt"))
-
-
-# ---- Which is next
-
-
-def file(step: int, **more: Any) -> CheckpointEntry:
-    return CheckpointEntry(attempt=0, step=step, size=1, digest=f"{step:064}", **more)
-
-
-def test_the_next_attempt_does_not_evaluate_again() -> None:
-    agenda = Agenda(every=5)
-    agenda.note_found(file(7, is_evaluated=True))
-    agenda.note_kept(file(7))
-    assert not agenda.is_outstanding
-    agenda = Agenda(every=5)
-    agenda.note_found(file(7))
-    assert agenda.due == file(7)
 
 
 # ---- In a gang
@@ -274,14 +255,6 @@ def test_sigterm_ends_the_wait_for_a_checkpoints_evaluation(world_of: MakeWorld,
     assert left(world)
 
 
-def test_after_the_end_only_the_checkpoints_of_the_policy_stay(world_of: MakeWorld) -> None:
-    world = world_of(Evaluate(evaluate, timeout=30.0), keep=Keep(last=1))
-    save(world, 1, 2, 3)
-    assert files(world) == [1, 3]
-    world.evaluator.end()
-    assert files(world) == [3]
-
-
 def test_a_rank_that_waits_for_the_best_alone_counts_as_silent(world_of: MakeWorld) -> None:
     world = world_of(hang_timeout=5.0)
     world.report(world.agent(W2), 1, Ask(Question.CHECKPOINT, 1, (False, None)))
@@ -317,16 +290,6 @@ def named(paths: StoragePaths) -> list[CheckpointEntry]:
     found = manifest.read(paths.files, paths.own)
     assert found is not None
     return found
-
-
-def test_the_metrics_reach_storage(world_of: MakeWorld, paths: StoragePaths) -> None:
-    world = world_of(storage=paths)
-    save(world, 1)
-    world.work()
-    world.end_evaluation()
-    world.work()
-    [stored] = named(paths)
-    assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
 
 
 def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(world_of: MakeWorld, paths: StoragePaths) -> None:
@@ -429,27 +392,3 @@ def other(goal: float) -> dict[str, float]:
 
 async def waits() -> dict[str, float]:
     return {}
-
-
-# ---- Displays
-
-
-class Futures(Logged):
-    def __init__(self, state: RunState) -> None:
-        self._run_state = state
-
-
-def test_a_late_record_leaves_the_newest_step_as_it_is() -> None:
-    state = RunState()
-    values = {"rank": 0, "num_steps": 10, "time": 0.0}
-    newest = LogRecord(**values, step=9, metrics={"loss": 0.5})  # type: ignore[arg-type]
-    late = LogRecord(**values, step=2, metrics={"held_out": 0.7}, is_evaluation=True)  # type: ignore[arg-type]
-    To(state).logged(newest)
-    To(state).logged(late)
-    assert state.values.record == newest
-    assert state.values.numbers == {"loss": 0.5, "held_out": 0.7}
-    assert [chart.by_step for chart in state.charts if "held_out" in chart.by_step] == [{"held_out": [(2.0, 0.7)]}]
-    assert (Futures(state).step, Futures(state).metrics) == (9, {"loss": 0.5, "held_out": 0.7})
-    assert [record.step for record in state.records] == [9, 2]
-    To(state).restarting("a rank was lost", 2)
-    assert [record.step for record in state.records] == [2]  # the checkpoint is what the restart begins with

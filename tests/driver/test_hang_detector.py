@@ -2,12 +2,7 @@
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.parts.hang import (
-    RankState,
-    Stillness,
-    find_hung,
-    report_hang,
-)
+from flytekitplugins.daskpytorch.driver.parts.hang import RankState, Stillness, find_hung, report_hang
 
 IN_BARRIER = """\
 Thread 0x00007fbaaad296c0 (most recent call first):

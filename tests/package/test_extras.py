@@ -16,15 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import flytekitplugins.daskpytorch
-from flytekitplugins.daskpytorch import (
-    EarlyStopping,
-    MLflow,
-    OpenTelemetry,
-    Picture,
-    TensorBoard,
-    Wandb,
-    checks,
-)
+from flytekitplugins.daskpytorch import EarlyStopping, MLflow, OpenTelemetry, Picture, TensorBoard, Wandb, checks
 from flytekitplugins.daskpytorch.data import S3ImageFolder
 from pages import REPOSITORY
 

@@ -202,16 +202,6 @@ def test_a_folder_that_may_not_be_written_holds_up_nothing_else(not_root: Path) 
     assert files(not_root) == {"b": b"x", "d": b"x"}
 
 
-def test_an_unforeseen_error_of_one_result_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    received = ReceivedResults()
-    for number in range(3):
-        submit(received, str(number), b"x", rank=1)
-    fail_at(monkeypatch, "1", RecursionError("maximum recursion depth exceeded"))
-    with pytest.raises(ResultPathError, match=r"rank 1 .* path '1' .*: RecursionError: maximum"):
-        DaskResultsHandler().process_results(tmp_path, [ended(received)])
-    assert sorted(files(tmp_path)) == ["0", "2"]
-
-
 # ---- Paths
 
 
@@ -280,16 +270,6 @@ def test_paths_that_stay_inside_are_written(prefix: Path, path: str) -> None:
     ResultFolder(prefix).write(0, path, [b"good"])
     assert (prefix / path).read_bytes() == b"good"
     assert not any("unfinished" in name for name in files(prefix))
-
-
-def test_without_raise_errors_each_refusal_is_a_line(prefix: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    received = ReceivedResults()
-    submit(received, "../a", b"", rank=1)
-    submit(received, "/b", b"", rank=2)
-    DaskResultsHandler().process_results(prefix, [ended(received, LookupError())], raise_errors=False)
-    one, other = capfd.readouterr().err.splitlines()
-    assert "rank 1 submitted for the path '../a'" in one
-    assert "rank 2 submitted for the path '/b'" in other
 
 
 def test_a_file_appears_whole(tmp_path: Path) -> None:
@@ -403,23 +383,6 @@ def fail(results: TaskResults, error: Exception) -> None:
     with results.received() as received:
         submit(received, "a", b"last words")
         raise error
-
-
-def test_here_files_appear_in_their_place_while_the_gang_runs(here: TaskResults) -> None:
-    with here.received() as received:
-        submit(received, "a", b"first")
-        until(lambda: Path(here.folder, "a").exists(), "the file")
-        submit(received, "a", b"second")
-    assert files(Path(here.folder)) == {"a": b"second"}
-
-
-def test_profiles_can_be_named_as_soon_as_they_are_here(here: TaskResults) -> None:
-    assert here.profiles() == {}
-    with here.received() as received:
-        submit(received, "profiles/rank-1.json.gz", b"trace")
-        submit(received, "a", b"no profile")
-        until(here.profiles, "the profile")
-    assert here.profiles() == {"rank-1.json.gz": f"{here.folder}/profiles/rank-1.json.gz"}
 
 
 def test_profiles_that_go_to_s3_can_be_named_once_they_are_there(remote: TaskResults) -> None:

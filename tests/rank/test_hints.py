@@ -8,13 +8,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from flytekitplugins.daskpytorch.protocol.messages import Noted
-from flytekitplugins.daskpytorch.rank.usage import (
-    Ledger,
-    of_exchange,
-    of_loss,
-    watched,
-    watching_samplers,
-)
+from flytekitplugins.daskpytorch.rank.usage import Ledger, of_exchange, of_loss, watched, watching_samplers
 from flytekitplugins.daskpytorch.records import LogRecord
 
 

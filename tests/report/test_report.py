@@ -36,9 +36,6 @@ def every_piece(name: str) -> list[str]:
     ]
 
 
-# ---- What is shipped
-
-
 # ---- A page
 
 

@@ -26,12 +26,7 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.dask import agents as dask_agents
 from flytekitplugins.daskpytorch.dask import on_worker
 from flytekitplugins.daskpytorch.driver import brain
-from processes import (
-    Cluster,
-    dask_cluster,
-    nothing_left_behind,
-    until,
-)
+from processes import Cluster, dask_cluster, nothing_left_behind, until
 
 ONCE = Gang(max_restarts=0)
 """For tests of how a gang ends; see test_faults_integration.py for how it starts again."""

@@ -19,22 +19,15 @@ pytest.importorskip("flyteplugins.dask")
 import flyte
 import flyte.errors
 import flyte.report
-import pandas as pd
 import torch
 import torch.distributed as dist
-from flyte.io import DataFrame, Dir, File
+from flyte.io import Dir, File
 from flyteidl2.core import execution_pb2, literals_pb2
 from flyteidl2.task import common_pb2
 from pydantic import BaseModel
 
 import flyte2_flow
-from flyteplugins.daskpytorch import (
-    DaskDDP,
-    Gang,
-    SpawnDDP,
-    current_rank,
-    results,
-)
+from flyteplugins.daskpytorch import DaskDDP, Gang, SpawnDDP, current_rank, results
 from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, run_program, until
 from seaweed import Weed
 from warm import warm_python
@@ -111,19 +104,6 @@ def test_inputs_and_outputs_of_all_types_and_the_report(tmp_path: Path, capfd: p
     assert "Training" in text
     assert "0.25" in text
     assert "rank 0" in text
-
-
-@spawned.task
-def doubles(table: pd.DataFrame, reference: DataFrame) -> tuple[pd.DataFrame, DataFrame]:
-    return table * 2, DataFrame.from_df(reference.open(pd.DataFrame).all_sync() * 3)
-
-
-def test_tables(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    table = pd.DataFrame({"x": [1, 2]})
-    doubled, tripled = run(doubles, tmp_path, table=table, reference=DataFrame.from_df(table))
-    assert list(doubled.x) == [2, 4]
-    assert list(pd.read_parquet(tripled.uri).x) == [3, 6]
 
 
 class OwnError(Exception):
@@ -237,15 +217,6 @@ class Flow:
         done = [each.scalar.primitive.integer for each in steps.collection.literals]
         assert (done, value.scalar.primitive.float_value) == (list(range(flyte2_flow.STEPS)), flyte2_flow.expected())
         return said
-
-
-def test_a_container_without_dask_is_killed_and_the_next_goes_on(tmp_path: Path) -> None:
-    flow = Flow(tmp_path, "train_here")
-    flow.fails(2, "wait")
-    manifest = tmp_path / "checkpoint-0.daskpytorch" / "gang" / "manifest.json"
-    with nothing_left_behind():
-        flow.attempt(0, kill_when=lambda: manifest.exists() and '"step": 1' in manifest.read_text())
-        assert "going on from the previous attempt's checkpoint of step 1" in flow.succeeds(1)
 
 
 def test_attempts_go_on_from_each_others_checkpoints_in_a_bucket(

@@ -25,15 +25,7 @@ from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from pages import block
 from processes import MAX_SECONDS, TASKS_IMPORT, Cluster, dask_cluster, is_alive, nothing_left_behind, until
-from test_task_integration import (
-    RECOVERABLE,
-    SAMPLE_PROJECT,
-    SYSTEM,
-    Attempt,
-    execute,
-    expected,
-    result,
-)
+from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, execute, expected, result
 from tracked import Flow, scalars
 from wandb_file import read_run
 from warm import Program

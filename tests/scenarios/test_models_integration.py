@@ -1,8 +1,6 @@
 """`dispatch.map` trains many models at once on a real cluster, each as a gang."""
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, Observer, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, Observer, Shape, current_rank, dispatch
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE
 from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, until
 
@@ -59,24 +57,6 @@ def wait_for(experiment: dict[str, str]) -> str:
     return wait(experiment["path"])
 
 
-def descend(experiment: tuple[int, str]) -> list[float]:
-    """Ten steps of a training; rank 0 of the experiment that has a folder is killed once, in the middle."""
-    seed, folder = experiment
-    rank = current_rank()
-    state = rank.checkpoint.load() or {"step": 0, "weight": torch.tensor(1.0), "losses": []}
-    weight, losses = state["weight"], state["losses"]
-    for step in range(state["step"] + 1, 11):
-        if folder and step == 6 and not Path(folder, "killed").exists():
-            Path(folder, "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        noise = torch.rand(1, generator=torch.Generator().manual_seed(100 * seed + 10 * rank.rank + step))
-        dist.all_reduce(noise)
-        weight = weight * 0.9 + 0.01 * noise
-        losses.append(weight.item())
-        rank.checkpoint.save({"step": step, "weight": weight, "losses": losses}, step)
-    return losses
-
-
 # ---- What is done with them
 
 
@@ -91,16 +71,6 @@ def test_results_come_in_the_order_of_the_experiments(client: Client) -> None:
     assert futures.done()
     assert futures.exception() is None
     assert not futures.cancel()
-
-
-def test_as_they_are_completed(client: Client, tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in "abcde"]
-    futures = dispatch.map(client, wait, paths)
-    completed = futures.as_completed(60)
-    for name in "caebd":
-        until(lambda name=name: (tmp_path / f"{name}-started").exists(), "the model to start")  # type: ignore[misc]
-        (tmp_path / name).touch()
-        assert next(completed).result() == str(tmp_path / name)
 
 
 def test_a_failed_experiment_fails_alone_with_its_own_error(client: Client) -> None:
@@ -193,15 +163,6 @@ def test_all_are_cancelled_and_leave_their_workers(client: Client, tmp_path: Pat
     assert dispatch.map(client, raise_if_odd, [2] * 4).result() == [2] * 4
 
 
-def test_a_killed_rank_concerns_its_own_experiment_only(client: Client, tmp_path: Path) -> None:
-    undisturbed = dispatch.map(client, descend, [(1, ""), (2, ""), (3, "")], workers=lambda e: 2 if e[0] < 3 else 1)
-    expected = undisturbed.result()
-    experiments = [(1, ""), (2, str(tmp_path)), (3, "")]
-    futures = dispatch.map(client, descend, experiments, workers=lambda e: 2 if e[0] < 3 else 1)
-    assert futures.result() == expected
-    assert (tmp_path / "killed").exists()
-
-
 def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:
     with pytest.raises(GangStartError, match=r"experiment 1 takes 5 workers; the cluster at .* has 4"):
         dispatch.map(client, raise_if_odd, [2, 4], workers=lambda number: number + 1)
@@ -212,16 +173,26 @@ def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:
     assert dispatch.map(client, raise_if_odd, []).result() == []
 
 
+class Pairs(Observer):
+    """The workers of gangs of two."""
+
+    workers: ClassVar[set[str]] = set()
+
+    def on_start(self, shape: Shape) -> None:
+        if len(shape.nodes) == 2:
+            self.workers.update(node.worker for node in shape.nodes)
+
+
 def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path) -> None:
     with nothing_left_behind(), dask_cluster(tmp_path, 3) as cluster, Client(cluster.address) as client:
         paths = [str(tmp_path / "pair"), str(tmp_path / "single")]
-        futures = dispatch.map(client, wait, paths, workers=lambda path: 2 if path.endswith("pair") else 1)
+        gang = Gang(observers=(Pairs,))
+        futures = dispatch.map(client, wait, paths, workers=lambda path: 2 if path.endswith("pair") else 1, gang=gang)
         until(lambda: all(Path(f"{path}-started").exists() for path in paths), "the models to start")
         (tmp_path / "single").touch()
         assert futures[1].result() == paths[1]
         (tmp_path / "pair-started").unlink()
-        running = {worker for holder in futures._pool._held.values() for worker in holder}  # type: ignore[attr-defined]
-        lost = next(i for i in range(3) if _address_of(client, f"worker-{i}") in running)
+        lost = next(i for i in range(3) if _address_of(client, f"worker-{i}") in Pairs.workers)
         cluster.kill_worker(lost)
         until((tmp_path / "pair-started").exists, "the pair to start again")
         (tmp_path / "pair").touch()

@@ -13,13 +13,7 @@ from distributed import Client
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
-from flytekitplugins.daskpytorch import (
-    Gang,
-    SpawnDDP,
-    WorkerLostError,
-    current_rank,
-    dispatch,
-)
+from flytekitplugins.daskpytorch import Gang, SpawnDDP, WorkerLostError, current_rank, dispatch
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from processes import files, nothing_left_behind
 

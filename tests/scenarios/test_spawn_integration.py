@@ -16,14 +16,7 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.models.literals import LiteralMap
 
 from processes import fork_server, nothing_left_behind, until
-from test_task_integration import (
-    RECOVERABLE,
-    SAMPLE_PROJECT,
-    SYSTEM,
-    Attempt,
-    Meddle,
-    execute,
-)
+from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, Meddle, execute
 from wandb_file import read_run
 from warm import Program
 

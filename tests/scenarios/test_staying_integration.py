@@ -23,12 +23,7 @@ import torch
 import torch.distributed as dist
 from distributed import Client
 
-from flytekitplugins.daskpytorch import (
-    Gang,
-    GangError,
-    current_rank,
-    dispatch,
-)
+from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
 from flytekitplugins.daskpytorch.protocol import code
 from flytekitplugins.daskpytorch.task import staying
 from processes import MAX_SECONDS, nothing_left_behind, num_open_files, until

@@ -9,31 +9,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flyteplugins.daskpytorch import DaskDDP, Gang, SpawnDDP, current_rank
+from flyteplugins.daskpytorch import DaskDDP, Gang, current_rank
 
 STEPS = 4
 
 on_dask = flyte.TaskEnvironment("on_dask", plugin_config=DaskDDP(gang=Gang(max_restarts=0)))
-on_one_node = flyte.TaskEnvironment("on_one_node", plugin_config=SpawnDDP(nproc=2))
-
-
-@on_one_node.task(retries=2)
-def train_here(folder: str) -> tuple[list[int], float]:
-    """Each step ends with a checkpoint; a file `fault-3` in the folder says what happens to rank 1 in the third."""
-    rank = current_rank()
-    state = rank.checkpoint.load() or {"steps": [], "value": 0.0}
-    for step in range(len(state["steps"]), STEPS):
-        state = {"steps": [*state["steps"], step], "value": 0.5 * state["value"] + _total(folder, step)}
-        rank.log({"value": state["value"]}, step=step)
-        rank.checkpoint.save(state, step=step)
-        rank.checkpoint.flush()
-        dist.barrier()
-    return state["steps"], state["value"]
 
 
 @on_dask.task(retries=2)
 def train_sharded(folder: str) -> tuple[list[int], float]:
-    """The same; each rank keeps its part of the state."""
+    """Each rank keeps its part of the state."""
     rank = current_rank()
     mesh = init_device_mesh("cpu", (rank.world_size,))
     value = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])

@@ -26,15 +26,7 @@ if sys.argv[1] == "flyte":
 else:
     from flytekit import task
 
-    from flytekitplugins.daskpytorch import (
-        DaskCluster,
-        DaskDDP,
-        Gang,
-        SpawnDDP,
-        current_client,
-        current_rank,
-        dispatch,
-    )
+    from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, SpawnDDP, current_client, current_rank, dispatch
 
     def made(function, config):
         """The task, called as a function."""

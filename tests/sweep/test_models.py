@@ -261,16 +261,6 @@ def test_equal_work_of_mixed_sizes_is_packed_as_tightly_as_can_be(seed: int) -> 
     assert makespan(sizes, [1.0] * 27) == slots
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_unequal_work_costs_at_most_the_longest_ones_end(seed: int) -> None:
-    """Lengths are not known beforehand; the last model may start when all others are about to end."""
-    generator = random.Random(seed)
-    sizes = generator.choices([1, 2, 4], k=27)
-    lengths = [generator.uniform(1, 3) for _ in sizes]
-    area = sum(size * length for size, length in zip(sizes, lengths, strict=True)) / 4
-    assert area <= makespan(sizes, lengths) <= area + max(lengths)
-
-
 def test_all_or_nothing() -> None:
     allotment = Allotment(WORKERS)
     assert allotment.acquire("a", 3) == WORKERS[:3]

@@ -150,13 +150,6 @@ def test_odd_values_and_epochs_are_compared_or_passed_over(epoch: Any, value: An
     assert len(models.said) <= 1  # where no epoch was one
 
 
-def test_other_ranks_do_not_count() -> None:
-    models = Models()
-    models.log(0, epoch=1, loss=1.0)
-    assert models.log(1, rank=1, epoch=1, loss=9.0)
-    assert not models.log(1, rank=0, epoch=1, loss=9.0)
-
-
 def test_an_epoch_that_comes_again_after_a_restart_is_not_judged_again() -> None:
     models = Models()
     assert models.log(0, epoch=1, loss=5.0)
@@ -167,21 +160,6 @@ def test_an_epoch_that_comes_again_after_a_restart_is_not_judged_again() -> None
     assert models.log(1, epoch=2, loss=4.0)  # better than 5, though not than 9
     assert models.log(0, epoch=3, loss=9.0)
     assert models.log(0, epoch=4, loss=9.0)  # the first there
-
-
-def test_a_stopped_model_may_still_say_something() -> None:
-    models = Models()
-    models.log(0, epoch=1, loss=1.0)
-    assert not models.log(1, epoch=1, loss=2.0)
-    assert models.log(1, epoch=2, loss=2.0)
-    assert models.log(0, epoch=2, loss=1.5)
-
-
-def test_who_has_done_the_last_step_is_compared_but_not_stopped() -> None:
-    models = Models()
-    assert models.log(0, epoch=4, loss=1.0)
-    assert models.log(1, epoch=4, loss=2.0, step=39, num_steps=40)
-    assert not models.log(2, epoch=4, loss=2.0, step=38, num_steps=40)
 
 
 @pytest.mark.parametrize("epoch", [math.nan, math.inf, -1, 0.5, "one", None])

@@ -7,14 +7,7 @@ import pytest
 import torch
 from torchvision import models
 
-from tasks.backbones import (
-    Start,
-    build,
-    head_of,
-    load_start,
-    read_start,
-    save_start,
-)
+from tasks.backbones import Start, build, head_of, load_start, read_start, save_start
 
 CLASSES = ["beagle", "boxer", "collie"]
 

@@ -13,21 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
-from flytekitplugins.daskpytorch.records import LogRecord
-from gangs import logging_to, run_ranks
+from gangs import run_ranks
 from tasks import cnn
-from tasks.cnn import CNN, Hyperparameters, Recorded, evaluate, train
-from tasks.digits import Digits, DigitSet, small_digits
+from tasks.cnn import CNN, evaluate
+from tasks.digits import DigitSet, small_digits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIGITS = small_digits(seed=0)
 NUM_TEST = len(DIGITS.test)
-SMALL = Digits(
-    training=DigitSet(images=DIGITS.training.images[:100], labels=DIGITS.training.labels[:100]),
-    test=DigitSet(images=DIGITS.test.images[:30], labels=DIGITS.test.labels[:30]),
-    source="",
-)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +64,3 @@ def test_alone_and_in_a_gang_every_image_counts_once(gang: list[dict[str, Any]])
 
 
 # Training
-
-
-def test_no_table_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(cnn, "predictions_table", mock.Mock(side_effect=OSError("no space left on device")))
-    log: list[LogRecord] = []
-    with logging_to(log):
-        train(SMALL, Hyperparameters(epochs=1), Recorded(num_batches=1, num_images=1))
-    assert "held_out_loss" in log[-1].metrics
-    assert "no table of predictions: OSError: no space left on device" in caplog.text

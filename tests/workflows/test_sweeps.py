@@ -17,7 +17,6 @@ from tasks.sweeps import (
     scaling_rows,
     sweep_rows,
     time_to_loss,
-    without_partner,
 )
 
 
@@ -59,15 +58,6 @@ def test_the_time_to_a_loss_is_that_of_the_first_epoch_at_or_below_it() -> None:
     times = time_to_loss(outcomes, 2.0)
     assert times[0] == TimeToLoss(ranks=2, batch_size=4, global_batch=8, lr=0.1, seconds=4.0)
     assert [time.seconds for time in times] == [4.0, 1.0, None, None]
-
-
-def test_who_has_no_partner() -> None:
-    times = time_to_loss(
-        [outcome(1.0, ranks=one.ranks, batch_size=one.batch_size) for one in grid([8, 16], [1], [1, 2])], 1
-    )
-    assert [(time.ranks, time.batch_size) for time in without_partner(times)] == [(1, 8), (2, 16)]
-    other_rate = [outcome(1.0, batch_size=16), outcome(1.0, ranks=2, lr=0.2)]
-    assert len(without_partner(time_to_loss(other_rate, 1.0))) == 2
 
 
 def test_a_failed_experiment_is_kept_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:

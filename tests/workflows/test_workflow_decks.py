@@ -1,15 +1,12 @@
 """The workflows' Decks, charts, pictures and files, made from numbers without a training."""
 
 import json
-import re
 from typing import Any
 
 import pytest
-import torch
 
 from flytekitplugins.daskpytorch.report.pieces import shared
 from html_pages import Parts, chart_data, rows_of
-from tasks.pictures import confusion_matrix
 from tasks.records import EVALUATION, TRAINING, Point, Record, as_files, curve
 from tasks.registry import Promotion
 from test_challenger import CARD
@@ -35,26 +32,6 @@ def test_a_retraining_is_beside_its_champion() -> None:
     rows = rows_of(page)
     assert rows.index(["2", "v2", "", "2026-01-31", "better"]) < rows.index(["1", "v1", "", "2026-01-31", "better"])
     assert "Model card of v2" in page
-
-
-# ---- Charts and tables of a sweep
-
-
-# ---- Pictures that show predictions
-
-
-def test_confusion_matrix() -> None:
-    html = confusion_matrix(torch.tensor([0, 0, 0, 1, 9]), torch.tensor([0, 0, 7, 1, 4]))
-    rows = [re.findall(r"<td[^>]*>(\d*)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", html)][1:]
-    counts = [[int(cell or 0) for cell in row] for row in rows]
-    assert len(counts) == 10
-    assert {(t, g): n for t, row in enumerate(counts) for g, n in enumerate(row) if n} == {
-        (0, 0): 2,
-        (0, 7): 1,
-        (1, 1): 1,
-        (9, 4): 1,
-    }
-    assert "nan" not in html
 
 
 # ---- Statistics of a training, as files and as curves

@@ -1,7 +1,7 @@
 """Which versions pass: tests of what leans on libraries, and a gang of either kind, in each corner of what is promised.
 
-    python tests/support/matrix.py                      # all corners
-    python tests/support/matrix.py lowest --keep        # one, whose environment is left for a closer look
+    python tools/matrix.py                 # all corners
+    python tools/matrix.py lowest --keep   # one, whose environment is left for a closer look
 
 Writes the rows of these corners into docs/versions.md, each as soon as it is known. Each corner is installed by uv into
 a virtual environment of its own, which is removed again; torch with its CUDA takes 6 GB of disk per version in uv's
@@ -23,9 +23,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "versions.md"
-BEGIN, END = "<!-- tests/support/matrix.py -->", "<!-- end -->"
+BEGIN, END = "<!-- tools/matrix.py -->", "<!-- end -->"
 """In the page, around what this writes."""
 SHOWN = ("torch", "distributed", "flytekit", "numpy")
 COLUMNS = ("corner", "Python", *SHOWN, "tests", "gangs", "on")
