@@ -154,6 +154,7 @@ while True:
 DRIVER = f"""{SETUP}{SERVE}
 import subprocess
 import threading
+from dataclasses import replace
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.driver.request import request_for
@@ -213,7 +214,8 @@ def run(num_ranks, per_agent, ending):
     times = Times()
     settings = Gang(ranks_per_worker=per_agent, max_restarts=0, hang_timeout=60, start_timeout={TIME_LIMIT})
     launcher = Launcher(num_ranks // per_agent)
-    supervisor = Supervisor(request_for(print, [], {{}}, settings), launcher, [times, RunState(name="scale")])
+    request = replace(request_for(print, [], {{}}, settings), observers=[times, RunState(name="scale")])
+    supervisor = Supervisor(request, launcher)
 
     def end():
         times.has_formed.wait()

@@ -286,9 +286,9 @@ def run_on(
         call=pack_call(function, args, kwargs),
         ranks_per_worker=where,
         settings=settings,
-        observers=[make() for make in settings.observers],
+        observers=[machine.echo(), *(make() for make in settings.observers)],
     )
-    return gang_futures.GangFutures(Supervisor(request, OwnNode(), [machine.echo()]), where)
+    return gang_futures.GangFutures(Supervisor(request, OwnNode()), where)
 
 
 @contextlib.contextmanager

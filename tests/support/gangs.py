@@ -71,7 +71,8 @@ def driver_of(
     """The driver of a gang of so many ranks on this machine."""
     request = request_for(function, args, {}, Gang(ranks_per_worker=num_ranks, **settings))
     storage = storage_of(current_execution(), "gang", request.settings)
-    return Supervisor(replace(request, key="gang", storage=storage), OwnNode(), list(observers))
+    observers = [*observers, *request.observers]
+    return Supervisor(replace(request, key="gang", storage=storage, observers=observers), OwnNode())
 
 
 def on_this_machine(function: Callable[..., Any], *args: Any, num_ranks: int = 2, **how: Any) -> GangFutures:

@@ -413,7 +413,7 @@ class World:
 
     # ---- evaluations
 
-    def _evaluate(self, request: Request, _launcher: AgentLauncher, _observers: Sequence[Observer]) -> Evaluation:
+    def _evaluate(self, request: Request, _launcher: AgentLauncher) -> Evaluation:
         self.evaluations.append(made := Evaluation(request))
         return made
 

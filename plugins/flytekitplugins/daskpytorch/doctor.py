@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal
 
@@ -250,7 +250,8 @@ def try_gang(what: str, launcher: AgentLauncher, ranks_per_worker: int, timeout:
 
     settings = Gang(ranks_per_worker=ranks_per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=timeout)
     start = _Start()
-    futures = GangFutures(Supervisor(request_for(all_reduce, (), {}, settings), launcher, [start]), NUM_RANKS)
+    request = replace(request_for(all_reduce, (), {}, settings), observers=[start])
+    futures = GangFutures(Supervisor(request, launcher), NUM_RANKS)
     limit = 2 * timeout + GRACE  # one timeout for the start, one for a hang
     try:
         seconds, places = zip(*futures.result(limit), strict=True)

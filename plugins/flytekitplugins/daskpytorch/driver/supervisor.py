@@ -35,7 +35,7 @@ from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
+from flytekitplugins.daskpytorch.protocol.observer import Observers
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,13 @@ class Supervisor:
         self,
         request: Request,
         launcher: AgentLauncher,
-        observers: Sequence[Observer] = (),
         received: ReceivedResults | None = None,
     ) -> None:
         check_system()
         self._request = request
         self._execution = current_execution()
         self._launcher = launcher
-        self._observers = Observers([*observers, *request.observers], name=request.name, hints=request.settings.hints)
+        self._observers = Observers(request.observers, name=request.name, hints=request.settings.hints)
         self.received = received or ReceivedResults()
         self._calls: queue.SimpleQueue[Action] = queue.SimpleQueue()  # signal handlers may put calls here
         self._staying = request.calls if isinstance(request.calls, Calls) else None

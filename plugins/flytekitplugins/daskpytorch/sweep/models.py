@@ -272,7 +272,7 @@ class ModelFutures(Futures[ModelFuture]):
         launcher = self.cluster.share(workers, functools.partial(self._refill, model))
         world_size = model.num_workers * request.ranks_per_worker
         observers = self._sweep.observers(model, request.observers)
-        supervisor = Supervisor(replace(request, observers=[]), launcher, observers, received=model.future.received)
+        supervisor = Supervisor(replace(request, observers=observers), launcher, model.future.received)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
         model.gang[0].add_done_callback(lambda _: self._end(model))

@@ -151,7 +151,7 @@ class InRanks:
             request = self._request(inputs, rank_host(shown.results.folder))
             shown.show_storage(request.storage)
             with self._received(shown) as received, self._launcher() as launcher:
-                supervisor = Supervisor(request, launcher, shown.all_observers(), received)
+                supervisor = Supervisor(replace(request, observers=shown.all_observers()), launcher, received)
                 with ctrl_c.get(CtrlC()).ends(supervisor.cancel):
                     outputs = supervisor.run()
                 output = received.load_returned(0, outputs[0])

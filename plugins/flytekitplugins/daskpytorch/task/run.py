@@ -162,8 +162,9 @@ class Run:
         self._show(request.observers, is_plain=is_interactive())
         self.state.stays = request.calls is not None
         try:
-            asked = replace(request, key=self.key, training=self.training, storage=self.storage)
-            return Supervisor(replace(asked, observers=[]), launcher, self._observers(request.observers))
+            observers = self._observers(request.observers)
+            own = replace(request, key=self.key, training=self.training, storage=self.storage, observers=observers)
+            return Supervisor(own, launcher)
         except BaseException as error:
             self.conclude(error)
             raise

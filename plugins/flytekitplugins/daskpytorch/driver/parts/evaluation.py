@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -114,7 +114,7 @@ class EvaluationGang(Protocol):
         """End the gang."""
 
 
-MakeGang = Callable[[Request, host.AgentLauncher, Sequence[Observer]], EvaluationGang]
+MakeGang = Callable[[Request, host.AgentLauncher], EvaluationGang]
 
 
 class Evaluator(Part):
@@ -244,9 +244,9 @@ class Evaluator(Part):
             return
         self._agenda.note_begun()
         start = entry if entry.is_sharded else replace(entry, folder=str(self._vault.path_of(entry).parent))
-        request = replace(self._template, start=start, code=self._code)
         relay = Relay(f"evaluation of step {entry.step}", self._tell_later)
-        self._gang = gang = self._make(request, launcher, [relay])
+        request = replace(self._template, start=start, code=self._code, observers=[relay])
+        self._gang = gang = self._make(request, launcher)
         self._deadline = self._now() + self._settings.timeout
         self._thread = threading.Thread(
             target=self._run, args=(gang, entry), name="daskpytorch-evaluation", daemon=True
