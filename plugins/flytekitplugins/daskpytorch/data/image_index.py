@@ -12,8 +12,8 @@ import logging
 import os
 import re
 import uuid
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,20 +46,22 @@ class ImageIndex:
     def of(cls, listing: Iterable[Listed], bucket: str, prefix: str, *, nested: bool) -> ImageIndex:
         folder = prefix.strip("/") + "/" if prefix.strip("/") else ""
         files: list[Listed] = []
-        others: dict[str, list[str]] = defaultdict(list)
+        others: Counter[str] = Counter()
+        examples: dict[str, str] = {}
         for listed in listing:
             kind = _kind(listed.key, folder)
             if kind == "picture" or (nested and kind == "deeper picture"):
                 files.append(listed)
             else:
-                others[kind].append(listed.key)
+                others[kind] += 1
+                examples.setdefault(kind, listed.key)
         uri = f"s3://{bucket}/{folder}"
-        if "deeper picture" in others:
-            raise ValueError(_too_deep(uri, folder, others["deeper picture"]))
+        if others["deeper picture"]:
+            raise ValueError(_too_deep(uri, folder, others["deeper picture"], examples["deeper picture"]))
         if not files:
-            raise FileNotFoundError(_nothing(uri, others))
+            raise FileNotFoundError(_nothing(uri, others, examples))
         for kind in others.keys() - {"folder marker"}:
-            logger.warning("%s: left out %d x %s, such as %s", uri, len(others[kind]), kind, others[kind][0])
+            logger.warning("%s: left out %d x %s, such as %s", uri, others[kind], kind, examples[kind])
         names = [listed.key.removeprefix(folder).split("/")[0] for listed in files]
         classes = sorted(set(names))
         places = {name: place for place, name in enumerate(classes)}
@@ -99,16 +101,16 @@ def _kind(key: str, folder: str) -> str:
     return "picture" if len(parts) == 2 else "deeper picture"
 
 
-def _too_deep(uri: str, folder: str, keys: Sequence[str]) -> str:
-    first = keys[0].removeprefix(folder).split("/")[0]
+def _too_deep(uri: str, folder: str, count: int, example: str) -> str:
+    first = example.removeprefix(folder).split("/")[0]
     return (
-        f"{uri} has {len(keys)} pictures that lie deeper than class/picture, such as {keys[0]}. If {first!r} is a part "
+        f"{uri} has {count} pictures that lie deeper than class/picture, such as {example}. If {first!r} is a part "
         f"of the data rather than a class, name it: {uri}{first}. If {first!r} is a class, pass nested=True"
     )
 
 
-def _nothing(uri: str, others: Mapping[str, Sequence[str]]) -> str:
-    there = ", ".join(f"{len(keys)} x {kind} (such as {keys[0]})" for kind, keys in others.items())
+def _nothing(uri: str, others: Counter[str], examples: dict[str, str]) -> str:
+    there = ", ".join(f"{count} x {kind} (such as {examples[kind]})" for kind, count in others.items())
     return (
         f"{uri} has no pictures. Looked for {uri}CLASS/PICTURE with the extensions {' '.join(IMAGE_EXTENSIONS)}; "
         f"found {there or 'no object whose key begins so'}. Check bucket, prefix and endpoint"
