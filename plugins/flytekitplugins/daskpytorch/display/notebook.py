@@ -7,7 +7,6 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.process.system import optional
-from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.pieces import shared
 
@@ -31,11 +30,12 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     return table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
 
 
-def row_of(first: dict[str, Any], record: LogRecord | None, newest: Mapping[str, Any]) -> dict[str, Any]:
+def row_of(first: Mapping[str, Any], **others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row. A value has its group before its name, such as `metric.`, if there is a column of the same name."""
     row = dict(first)
-    if record is not None:
-        row["step"] = f"{record.step} of {record.num_steps}" if record.num_steps else record.step
-    return row | {f"metric.{name}" if name in row else name: newest[name] for name in newest}
+    for group, values in others.items():
+        row |= {f"{group}.{name}" if name in row else name: value for name, value in values.items()}
+    return row
 
 
 def _cell(value: object) -> object:

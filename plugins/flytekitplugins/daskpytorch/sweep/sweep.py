@@ -334,16 +334,10 @@ class SweepDisplay:
 
 
 def rows_of(models: Iterable[ModelFuture]) -> list[dict[str, Any]]:
-    """Return a row for each model.
-
-    If a column of the same name exists, a field has the prefix `experiment.` and a metric the prefix `metric.`.
-    """
     rows = []
     for model in models:
-        row: dict[str, Any] = {"model": model.index, "status": model.status, "step": model.step}
-        for kind, values in (("experiment", inputs_of(model.experiment)), ("metric", model.metrics)):
-            row |= {f"{kind}.{name}" if name in row else name: value for name, value in values.items()}
-        rows.append(row)
+        row = {"model": model.index, "status": model.status, "step": model.step}
+        rows.append(notebook.row_of(row, experiment=inputs_of(model.experiment), metric=model.metrics))
     return rows
 
 

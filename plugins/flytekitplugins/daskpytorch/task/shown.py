@@ -102,4 +102,6 @@ def _table_of(state: RunState) -> str:
         row: dict[str, Any] = {"training": state.title, "status": state.phase.word}
         if state.stays and (held := state.memory):
             row["memory_gib"] = held / GIB
-        return notebook.table_of([notebook.row_of(row, state.values.record, state.values.numbers)])
+        if (record := state.values.record) is not None:
+            row["step"] = f"{record.step} of {record.num_steps}" if record.num_steps else record.step
+        return notebook.table_of([notebook.row_of(row, metric=state.values.numbers)])
