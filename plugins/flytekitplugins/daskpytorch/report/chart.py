@@ -333,13 +333,11 @@ def duration(seconds: float) -> str:
     """
     if seconds < MINUTE:
         return f"{seconds:.0f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.2g} s"
-    whole_seconds = round(seconds)
+    minutes, rest = divmod(round(seconds), 60)
     if seconds < HOUR:
-        return (
-            f"{whole_seconds // 60} min {whole_seconds % 60} s" if whole_seconds % 60 else f"{whole_seconds // 60} min"
-        )
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     if seconds < DAY:
-        return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60} min"
+        return f"{minutes // 60} h {minutes % 60} min"
     return f"{seconds / DAY:,.1f} days"
 
 

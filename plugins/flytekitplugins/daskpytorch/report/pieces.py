@@ -194,16 +194,8 @@ def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done:
     if done is not None:
         percent = f"{100 * min(1.0, max(0.0, done)):.0f}"
         bar = element("span", style=f"width:{percent}%")
-        content += element(
-            "div",
-            bar,
-            f"dpt-bar dpt-{tone}",
-            role="progressbar",
-            aria_label="done",
-            aria_valuemin=0,
-            aria_valuemax=100,
-            aria_valuenow=percent,
-        )
+        progress = {"aria_label": "done", "aria_valuemin": 0, "aria_valuemax": 100, "aria_valuenow": percent}
+        content += element("div", bar, f"dpt-bar dpt-{tone}", role="progressbar", **progress)
     return whole(element("header", content, "dpt-status"))
 
 
@@ -279,19 +271,12 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
     parts = _largest({name: value for name, value in values.items() if value > 0 and math.isfinite(value)})
     total = sum(parts.values()) or 1.0
     order = list(values if len(values) <= MAX_SHARES else parts)  # a part keeps its colour where another one is 0
-    bar = "".join(
-        element("span", style=f"--c:var(--c{order.index(name)});width:{100 * part / total:.2f}%")
-        for name, part in parts.items()
-    )
-    named = [
-        element(
-            "li",
-            f"{text_of(name)} <b>{part / total:.0%}</b> {brief(part)}{text_of(unit and ' ' + unit)}",
-            style=f"--c:var(--c{order.index(name)})",
-        )
-        for name, part in parts.items()
-    ]
-    return whole(element("div", bar, "dpt-shares", aria_hidden="true") + element("ul", "".join(named), "dpt-legend"))
+    bar, legend = "", ""
+    for name, part in parts.items():
+        colour, behind = f"--c:var(--c{order.index(name)})", text_of(unit and f" {unit}")
+        bar += element("span", style=f"{colour};width:{100 * part / total:.2f}%")
+        legend += element("li", f"{text_of(name)} <b>{part / total:.0%}</b> {brief(part)}{behind}", style=colour)
+    return whole(element("div", bar, "dpt-shares", aria_hidden="true") + element("ul", legend, "dpt-legend"))
 
 
 def folded(summary: str, *pieces: str) -> str:
