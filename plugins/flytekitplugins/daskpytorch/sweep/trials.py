@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_NAMES = 20
 MODEL = "model"
+KEPT_OF_TRIALS = ("params", "distributions", "intermediate_values", "user_attrs")
 
 
 class Trials:
@@ -53,15 +54,8 @@ class Trials:
         with self._lock:
             found = self._find(before)
             if found is None or found.state.is_finished():
-                self.study.add_trial(
-                    create_trial(
-                        state=TrialState.RUNNING,
-                        params=before.params,
-                        distributions=before.distributions,
-                        intermediate_values=before.intermediate_values,
-                        user_attrs=before.user_attrs,
-                    )
-                )
+                same = {name: getattr(before, name) for name in KEPT_OF_TRIALS}
+                self.study.add_trial(create_trial(state=TrialState.RUNNING, **same))
                 is_own = (trial for trial in reversed(self._all()) if trial.user_attrs.get(MODEL) == index)
                 found = next(is_own)
             self._trials[index] = Trial(self.study, found._trial_id)  # noqa: SLF001 - there is no other way
