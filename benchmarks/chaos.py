@@ -4,10 +4,14 @@
     python benchmarks/chaos.py --quick                    # 4 trainings, as a trial
     python benchmarks/chaos.py --schedules 200 --seed 7   # about forty minutes
     python benchmarks/chaos.py --seed 7 --only 31         # repeats one of these trainings
+    python benchmarks/chaos.py --storage 1                # also disturbs the storage of the checkpoints
     python benchmarks/chaos.py --staying 20               # 20 gangs that stay, about four minutes
 
 `--schedules`: many gangs with many settings, each with one to three faults of many kinds at random moments.
 `verdicts.py` draws the schedules and judges the results, and `schedules.py` runs them. A seed decides all schedules.
+
+`--storage`: the same schedules, whose gangs save whole and sharded checkpoints to a folder that is away for a while,
+once to three times. In the end the manifest must name only undamaged checkpoints with the right values, and the newest.
 
 `--staying`: gangs that stay, whose calls fail, hang or are interrupted, or lose a rank, a worker or the driver. See
 `staying.py`.
@@ -44,6 +48,7 @@ def main() -> None:
         seed=(-1, -1, "decides what is drawn; -1 for any"),
         only=([-1], [-1], "instead: these of the seed's schedules"),
         staying=(0, 0, "instead: how many random schedules of gangs that stay"),
+        storage=(0, 0, "1: disturb the storage of the checkpoints, too"),
     )
     only = [index for index in arguments.only if index >= 0]
     if only and arguments.seed < 0:
@@ -53,7 +58,7 @@ def main() -> None:
     if arguments.staying:
         drawn = [staying.draw(seed, index) for index in range(arguments.staying)]
     else:
-        drawn = [draw(seed, index) for index in only or range(arguments.schedules)]
+        drawn = [draw(seed, index, storage=bool(arguments.storage)) for index in only or range(arguments.schedules)]
     print(arguments.on, f"seed {seed}", sep="\n", flush=True)
     with nothing_left("chaos") as folder:
         (folder / "tmp").mkdir()

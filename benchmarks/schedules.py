@@ -48,8 +48,10 @@ from verdicts import (
     Fault,
     Made,
     Note,
+    Outage,
     Schedule,
     Story,
+    expected,
     judge,
     must_end,
 )
@@ -68,7 +70,7 @@ import gc, json, os, signal, sys, threading, time
 from distributed import Client
 from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 
-def train(folder, pace, save_interval, ballast):
+def train(folder, pace, save_interval, ballast, saves_shards):
     import torch
     from torch import distributed
 
@@ -78,6 +80,9 @@ def train(folder, pace, save_interval, ballast):
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     state = checkpoint.load() or {{"step": 0, "value": 0, "last": None}}
     step, value, last = state["step"], state["value"], state["last"]
+    shards = torch.zeros(2, dtype=torch.int64)
+    if saves_shards and checkpoint.load_sharded({{"shards": shards}}) is not None:
+        assert shards[1] == expected(int(shards[0])), f"wrong shards: {{shards}}"
     notes = open(os.path.join(folder, f"rank-{{rank.rank}}"), "a", buffering=1)
 
     def note(kind):
@@ -87,6 +92,8 @@ def train(folder, pace, save_interval, ballast):
         note("save")
         padding = torch.full((ballast << 17,), step, dtype=torch.int64)
         checkpoint.save({{"step": step, "value": value, "last": last, "padding": padding}}, step)
+        if saves_shards:
+            checkpoint.save_sharded({{"shards": torch.tensor([step, value])}}, step)
 
     note("start")
     while step != last:
@@ -111,6 +118,13 @@ def train(folder, pace, save_interval, ballast):
     note("returning")
     time.sleep(0.25 if rank.is_main else 0.1)
     return [step, value]
+
+def expected(steps):
+    value = 0
+    for step in range(1, steps + 1):
+        total = sum((step * 7919 + sample * 104729) % 65536 for sample in range({SAMPLES}))
+        value = (value * 31 + total) % {PRIME}
+    return value
 
 class Watcher(Observer):
     def __init__(self, folder):
@@ -182,6 +196,7 @@ if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
 """
 
+STORE = "store"
 SERVER = "daskpytorch.node.fork_server"
 """Text in the command line of a fork server, and of its ranks."""
 
@@ -603,17 +618,20 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
         "cluster": cluster.contact,
         "is_warm": setting.is_warm,
         "heeds_sigterm": setting.heeds_sigterm,
-        "train": [PACE, setting.save_interval, setting.ballast],
+        "train": [PACE, setting.save_interval, setting.ballast, schedule.outages is not None],
         "gang": {
             "ranks_per_worker": setting.ranks_per_worker,
             "min_workers": setting.min_workers,
             "max_restarts": setting.max_restarts,
             "hang_timeout": setting.hang_timeout,
             "start_timeout": setting.start_timeout,
+            "checkpoint_uri": str(folder / STORE) if schedule.outages is not None else None,
         },
     }
     driver = Program.serving(DRIVER, folder / "driver", json.dumps(arguments))
     gang = Watched(driver, cluster, traces)
+    for outage in schedule.outages or ():
+        _plan(gang, outage, folder / STORE)
     before = {pid: census_of(pid) for pid in (driver.pid, *map(worker_below, cluster.nannies))}
     driver.tell("go")
     driver.hear("launched")
@@ -624,8 +642,57 @@ def run(schedule: Schedule, stage: Stage, folder: Path) -> Story:
         last = {note.rank: f"{note.kind} {note.step} of attempt {note.attempt}" for note in gang.story.notes}
         gang.story.troubles.append(f"{error}; ranks {last} on {gang.workers}, all workers {list(cluster.workers())}")
     _take_outcome(gang)
+    if schedule.outages is not None:
+        check_storage(gang.story, folder / STORE)
     check_what_is_left(gang, setting.is_warm, before)
     return gang.story
+
+
+def _plan(gang: Watched, outage: Outage, store: Path) -> None:
+    """Take the storage away for a while, once the gang has formed: a file stands in place of its folder."""
+    away = store.with_name("away")
+
+    def begin() -> None:
+        formed = gang.story.of_kind("formed")
+        if not formed and not gang.has_ended():
+            gang.chores.append((time.monotonic() + 0.1, begin))
+        elif formed and time.time() < formed[0]["at"] + outage.begin:
+            gang.chores.append((time.monotonic() + 0.05, begin))
+        elif store.is_dir():
+            store.rename(away)
+            store.write_text("away")
+            gang.chores.append((time.monotonic() + outage.seconds, end))
+
+    def end() -> None:
+        store.unlink()
+        away.rename(store)
+        gang.story.storage_back_at = time.time()
+
+    gang.chores.append((time.monotonic(), begin))
+
+
+def check_storage(story: Story, store: Path) -> None:
+    """Note what the manifest names and is not whole or has a wrong value, and a newest checkpoint that it lacks."""
+    import torch
+
+    from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
+    from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, digest_of
+
+    named = []
+    for path in store.glob(f"*/{MANIFEST}"):
+        if (found := named_in(path.read_bytes())) is None:
+            story.troubles.append("the manifest is torn")
+        for entry in found or ():
+            file = Path(entry.uri) if entry.is_sharded else path.parent / entry.name
+            named.append(entry.step)
+            if not file.exists() or digest_of(file / DIGESTS if entry.is_sharded else file) != entry.digest:
+                story.troubles.append(f"the manifest names {entry.name}, which is not whole")
+            elif not entry.is_sharded and torch.load(file, mmap=True)["value"] != expected(entry.step):
+                story.troubles.append(f"{entry.name} has a wrong value")
+    kept = story.of_kind("kept")
+    ended_at = max((event["at"] for event in story.of_kind("ended")), default=0.0)
+    if kept and story.outcome == "finished" and story.storage_back_at < ended_at and kept[-1]["step"] not in named:
+        story.troubles.append(f"the manifest lacks step {kept[-1]['step']}: {named}")
 
 
 def _take_outcome(gang: Watched) -> None:

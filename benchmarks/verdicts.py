@@ -117,6 +117,18 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Outage:
+    """Time without storage."""
+
+    begin: float
+    """Seconds after the gang has first formed."""
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"no storage {self.seconds:g} s (+{self.begin:.1f} s)"
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Setting of a gang, and its faults."""
 
@@ -124,11 +136,13 @@ class Schedule:
     index: int
     setting: Setting
     faults: tuple[Fault, ...]
+    outages: tuple[Outage, ...] | None = None
+    """Times without storage. None: the gang has no storage."""
 
     @property
     def again(self) -> str:
         """Options of `chaos.py` that repeat the schedule."""
-        return f"--seed {self.seed} --only {self.index}"
+        return f"--seed {self.seed} --only {self.index}{' --storage 1' if self.outages is not None else ''}"
 
     @property
     def keeps_cluster(self) -> bool:
@@ -136,7 +150,8 @@ class Schedule:
         return all(fault.target in ("rank", "driver") for fault in self.faults)
 
     def __str__(self) -> str:
-        return f"{self.setting}  |  {'; '.join(map(str, self.faults))}"
+        faults = [*self.faults, *(self.outages or ())]
+        return f"{self.setting}  |  {'; '.join(map(str, faults))}"
 
 
 SIGNALS = {
@@ -164,8 +179,8 @@ def _choice(rng: random.Random, weights: dict[str, int]) -> str:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def draw(seed: int, index: int) -> Schedule:
-    """Return the schedule with this index, which depends on no other schedule."""
+def draw(seed: int, index: int, *, storage: bool = False) -> Schedule:
+    """Return the schedule with this index, which depends on no other schedule, nor its faults on `storage`."""
     rng = random.Random(f"{seed}/{index}")
     num_workers = rng.choice((2, 2, 3))
     min_workers = rng.choice((None, rng.randint(1, num_workers - 1)))
@@ -192,7 +207,15 @@ def draw(seed: int, index: int) -> Schedule:
         is_warm=rng.random() < 0.5,
         start_timeout=25.0 if num_gone > num_workers - (min_workers or num_workers) else 90.0,
     )
-    return Schedule(seed, index, setting, tuple(faults))
+    return Schedule(seed, index, setting, tuple(faults), _draw_outages(seed, index) if storage else None)
+
+
+def _draw_outages(seed: int, index: int) -> tuple[Outage, ...]:
+    rng, end, outages = random.Random(f"{seed}/{index}/storage"), 0.0, []
+    for _ in range(rng.randint(1, 3)):
+        outages.append(Outage(end + rng.uniform(0.0, 2.0), rng.choice((0.05, 0.5, 2.0, 6.0))))
+        end = outages[-1].begin + outages[-1].seconds
+    return tuple(outages)
 
 
 def _moments_after(faults: list[Fault], min_workers: int | None, max_restarts: int) -> dict[str, int]:
@@ -288,6 +311,8 @@ class Story:
     message: str = ""
     results: list[list[int]] = field(default_factory=list)
     """Number of steps and value of each rank."""
+    storage_back_at: float = 0.0
+    """Time of the end of the last time without storage."""
     troubles: list[str] = field(default_factory=list)
     """Problems that the runner found by itself: late events and leftovers."""
 

@@ -54,6 +54,8 @@ class ShardedCheckpoints:
         self._num_saves = 0
         self._copy: dict[str, Any] = {}
         """Copy of the newest state, whose memory the next copy uses."""
+        self._has_seen_place = sharding.token is None or Path(sharding.token).exists()
+        """A folder that was seen once, and is away for a while, does not end the training."""
         self._writer: ShardWriter | None = None
         self._world: ProcessGroup | None = None
         self._group: ProcessGroup | None = None
@@ -147,13 +149,22 @@ class ShardedCheckpoints:
         return self._group
 
     def _check_place(self) -> None:
+        from flytekitplugins.daskpytorch.rank.shard_writer import RETRY_AFTER
+
         token = self._sharding.token
-        if token is not None and not Path(token).exists():
+        if token is None or self._has_seen_place:
+            return
+        for wait in RETRY_AFTER if self._attempt else ():  # earlier ranks may have seen it
+            if Path(token).exists():
+                break
+            time.sleep(wait)
+        if not Path(token).exists():
             raise FileNotFoundError(
                 f"rank {self._rank} does not see {self._sharding.base}, where the shards are kept: it is a folder of "
                 "the driver's machine. Name a storage that all ranks reach: Gang(checkpoint_uri=...), with a shared "
                 "folder or a URL such as s3://bucket/folder."
             )
+        self._has_seen_place = True
 
     def _write(
         self,
