@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -366,6 +367,31 @@ def test_a_rank_on_another_machine_says_how_to_reach_it(tmp_path: Path) -> None:
     entry = Rank(tmp_path).save(state(), 1)
     with pytest.raises(OSError, match=r"Gang\(checkpoint_uri=\.\.\.\)"):
         Rank(tmp_path, [entry], token=str(tmp_path / "not here")).checkpoints.load(state())
+
+
+def test_a_folder_that_is_away_for_a_while_costs_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file stands in the folder's place: at a save, and when a later attempt loads."""
+    monkeypatch.setattr(shard_writer, "RETRY_AFTER", (0.1,) * 600)
+    base, away = tmp_path / "kept", tmp_path / "away"
+    base.mkdir()
+    (base / "token").touch()
+
+    @contextlib.contextmanager
+    def absent() -> Iterator[None]:
+        base.rename(away)
+        base.touch()
+        timer = threading.Timer(0.5, lambda: (base.unlink(), away.rename(base)))
+        timer.start()
+        yield
+        timer.join()
+
+    rank = Rank(base, token=str(base / "token"))
+    with absent():
+        entry = rank.save(state(1.0), 1)
+    later = state()
+    with absent():
+        assert Rank(base, [entry], attempt=1, token=str(base / "token")).checkpoints.load(later) == 1
+    assert_is(later, 1.0)
 
 
 def test_each_piece_that_is_written_or_read_is_a_sign_of_life(tmp_path: Path) -> None:
