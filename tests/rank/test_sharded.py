@@ -21,6 +21,7 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import Progress
+from flytekitplugins.daskpytorch.process import worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, CheckpointEntry
 from flytekitplugins.daskpytorch.rank import shard_writer, sharded
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
@@ -367,6 +368,17 @@ def test_a_rank_on_another_machine_says_how_to_reach_it(tmp_path: Path) -> None:
     entry = Rank(tmp_path).save(state(), 1)
     with pytest.raises(OSError, match=r"Gang\(checkpoint_uri=\.\.\.\)"):
         Rank(tmp_path, [entry], token=str(tmp_path / "not here")).checkpoints.load(state())
+
+
+def test_a_rank_that_waits_for_storage_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_writer, "RETRY_AFTER", (0.2,) * 3)
+    monkeypatch.setattr(worker, "LOOK_INTERVAL", 0.01)
+    rank = Rank(tmp_path)
+    rank.save(state(1.0), 1)
+    alone = rank.num_moves
+    on(Failing(1), monkeypatch)
+    rank.save(state(2.0), 2)
+    assert rank.num_moves - alone > 2 * alone  # that of the failed write, and more
 
 
 def test_a_folder_that_is_away_for_a_while_costs_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

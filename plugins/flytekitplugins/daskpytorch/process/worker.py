@@ -18,10 +18,20 @@ MAX_PAUSE = 60.0
 """Seconds."""
 IDLE_TIME = 1.0
 """Seconds without a job after which the thread ends."""
+LOOK_INTERVAL = 1.0
+"""Seconds between two signs of life of a rank that waits."""
 DEFAULT_LANE = ""
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+def pause(seconds: float, moved: Callable[[], object]) -> None:
+    """Sleep with signs of life: a rank that waits for storage does not hang."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        moved()
+        time.sleep(min(left, LOOK_INTERVAL))
 
 
 def in_thread(act: Callable[[], T], name: str) -> Future[T]:

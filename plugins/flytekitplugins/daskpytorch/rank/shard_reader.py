@@ -181,7 +181,7 @@ class ShardReader(StorageReader):
 
     def _read(self, ask: Callable[[], T]) -> T:
         try:
-            return with_retries(ask)
+            return with_retries(ask, self._moved)
         except FileNotFoundError as error:
             raise DamagedError(f"a file of it is missing ({error})") from error
         except Exception as error:  # any error of a store's client

@@ -18,7 +18,6 @@ import json
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.nn.parameter import is_lazy
 from torch.serialization import get_safe_globals
 
+from flytekitplugins.daskpytorch.process.worker import pause
 from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, METADATA
 from flytekitplugins.daskpytorch.rank.quick_s3 import quick_files
 
@@ -124,7 +124,7 @@ class ShardWriter(StorageWriter):
         }
         digests = json.dumps(told).encode()
         for name, data in ((METADATA, content), (DIGESTS, digests)):
-            with_retries(functools.partial(self._put, name, data), self._complain)
+            with_retries(functools.partial(self._put, name, data), self._moved, self._complain)
         self.size = sum(of.size for of in objects.values())
         self.digest = hashlib.sha256(digests).hexdigest()
 
@@ -142,7 +142,7 @@ class ShardWriter(StorageWriter):
         with contextlib.suppress(Exception):  # s3fs may succeed, or give the error
             if (quick := quick_files(self._files, self._folder)) is not None:
                 return self._write(name, share, planner, quick)
-        return with_retries(lambda: self._write(name, share, planner, self._files), self._complain)
+        return with_retries(lambda: self._write(name, share, planner, self._files), self._moved, self._complain)
 
     def _write(
         self, name: str, share: Sequence[WriteItem], planner: SavePlanner, files: Any
@@ -223,10 +223,12 @@ def _size(item: WriteItem) -> int:
     return 0 if about is None else about.chunk.sizes.numel() * about.properties.dtype.itemsize
 
 
-def with_retries(act: Callable[[], T], complain: Callable[[Exception], object] = lambda _: None) -> T:
+def with_retries(
+    act: Callable[[], T], moved: Callable[[], object], complain: Callable[[Exception], object] = lambda _: None
+) -> T:
     """Call a function until it succeeds, with pauses, but raise `FileNotFoundError` at once.
 
-    `complain` gets each error but the last.
+    `complain` gets each error but the last. `moved` is called while the rank waits for storage.
     """
     for wait in RETRY_AFTER:
         try:
@@ -235,7 +237,7 @@ def with_retries(act: Callable[[], T], complain: Callable[[Exception], object] =
             raise
         except Exception as error:  # any error of a store's client
             complain(error)
-            time.sleep(wait)
+            pause(wait, moved)
     return act()
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.process.worker import Worker
+from flytekitplugins.daskpytorch.process.worker import LOOK_INTERVAL, Worker, pause
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding, Written, folder_name
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.rank import process_group
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
     from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
 
-LOOK_INTERVAL = 1.0
-"""Seconds between two signs of life of a rank that waits for the other ranks' writes."""
 PATIENCE = timedelta(days=7)
 """Timeout of collectives in which a rank waits for the slowest write to storage."""
 
@@ -157,7 +155,7 @@ class ShardedCheckpoints:
         for wait in RETRY_AFTER if self._attempt else ():  # earlier ranks may have seen it
             if Path(token).exists():
                 break
-            time.sleep(wait)
+            pause(wait, self._moved)
         if not Path(token).exists():
             raise FileNotFoundError(
                 f"rank {self._rank} does not see {self._sharding.base}, where the shards are kept: it is a folder of "
