@@ -172,10 +172,3 @@ def test_every_picture_is_read_once_an_epoch(pictures: data.S3ImageFolder, proxy
     loader = DataLoader(pictures, batch_sampler=data.ReadAhead(batches, num_workers), num_workers=num_workers)
     assert sum(len(labels) for _, labels in loader) == NUM_PICTURES
     assert requests(proxy) == once(pictures, range(NUM_PICTURES))
-
-
-def test_a_rank_reads_each_of_its_pictures_once(pictures: data.S3ImageFolder, proxy: FaultProxy) -> None:
-    training, _ = data.split_by_class(pictures, held_out=0.34)
-    loader = data.RankLoader(Subset(pictures, training), batch_size=2, num_workers=2, rank=0, world_size=1)
-    assert sorted(label for _, labels in loader for label in labels.tolist()) == [0] * 4 + [1] * 4
-    assert requests(proxy) == once(pictures, training)

@@ -45,7 +45,9 @@ def client() -> Iterator[ForkServerClient]:
         yield stack.enter_context(contextlib.closing(fork_client.connect()))
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spawn", "forkserver"))]
+)
 def test_workers_end_by_no_sigterm_but_their_ranks(method: str, client: ForkServerClient, tmp_path: Path) -> None:
     rank = Rank.running(client, 0, LOADING.format(method=method, folder=str(tmp_path)))
     assert rank.line() == "ready"  # each may have to import torch

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flytekitplugins.daskpytorch.driver import request
-from flytekitplugins.daskpytorch.driver.received import ReceivedResults, ResultBuffer
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.protocol import payload
 from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, SharedMemory, cut, pieces_of_returned
@@ -189,15 +189,6 @@ def add(received: ReceivedResults, rank: int, pieces: list[Piece]) -> None:
 def num_kept(received: ReceivedResults) -> int:
     """Pieces on disk."""
     return received._buffer._num_in_file
-
-
-def test_a_dropped_piece_is_an_error_and_not_empty() -> None:
-    buffer = ResultBuffer()
-    piece = buffer.put(b"weights")
-    assert buffer.get(piece) == b"weights"
-    buffer.drop([piece])
-    with pytest.raises(ValueError, match="dropped"):
-        buffer.get(piece)
 
 
 def test_each_rank_gets_its_own_and_nothing_is_kept_afterwards() -> None:

@@ -68,6 +68,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Dogs:
     return dogs(tmp_path_factory.mktemp("usual"), "first")
 
 
+@pytest.mark.slow
 def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(usual: Dogs) -> None:
     assert "600 images of 20 classes: generated photographs, since no bucket was given" in usual.done.stdout
     assert "train: starting 2 ranks on 2 workers" in usual.done.stderr

@@ -153,6 +153,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank", "training", "worker"])
 def test_a_kill_at_any_moment_costs_one_evaluation_or_one_restart(
     cluster: Cluster, tmp_path: Path, victim: str
