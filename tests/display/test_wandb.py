@@ -81,7 +81,7 @@ def opened(run: RunSettings, inputs: Any) -> RunSettings:
     To(observer).begins(Training(name="train", id="train-f3a", inputs=inputs))
     To(observer).placed(shape_of(node()))
     [part] = Observers([observer]).for_rank()
-    made: RunSettings = unpack_call(part).function.args[0]  # type: ignore[attr-defined]
+    made: RunSettings = unpack_call(part).args[0]
     return made
 
 

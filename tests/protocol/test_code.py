@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from flytekit import task
 
 from flytekitplugins.daskpytorch.protocol import code as code_module
 from flytekitplugins.daskpytorch.protocol import code as project_module
-from flytekitplugins.daskpytorch.protocol.function import Call, pack_call, unpack_call
+from flytekitplugins.daskpytorch.protocol.function import pack_call, unpack_call
 from processes import run_program
 
 PROJECT = {
@@ -239,7 +240,7 @@ def test_sources_are_unpacked_by_a_python_that_knows_no_filters(
 # ---- Calls ----------------------------------------------------------------------------------------------------------
 
 
-def sent(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+def sent(function: Callable[..., Any], *args: Any, **kwargs: Any) -> partial[Any]:
     return unpack_call(pack_call(function, args, kwargs))
 
 
@@ -247,21 +248,21 @@ def test_function_of_a_module_travels_by_name(project: Path) -> None:
     data = pack_call(training().train, (3,), {"scale": 2})
     assert b"words.txt" not in data  # none of its code
     call = unpack_call(data)
-    assert call.function is training().train
-    assert (call.args, call.kwargs) == ((3,), {"scale": 2})
+    assert call.func is training().train
+    assert (call.args, call.keywords) == ((3,), {"scale": 2})
 
 
 def test_function_of_a_flyte_task_is_found_through_the_task(project: Path) -> None:
     function = training().train_task.task_function
     data = pack_call(function, (), {})
     assert len(data) < 400
-    assert unpack_call(data).function is function
+    assert unpack_call(data).func is function
 
 
 def test_by_name_means_by_the_name_in_the_sources_that_are_there(project: Path) -> None:
     data = pack_call(training().train, (3,), {})
     training().train = replaced = lambda _: "the newer one"
-    assert unpack_call(data).function is replaced
+    assert unpack_call(data).func is replaced
 
 
 def test_a_script_may_say_words_that_are_odd_modules_of_torch(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def test_a_script_may_say_words_that_are_odd_modules_of_torch(tmp_path: Path) ->
 
         call = pack_call(count, (), {})
         assert b"count" in call
-        print(unpack_call(call).function(type("Folder", (), {"classes": "abc"})))
+        print(unpack_call(call)(type("Folder", (), {"classes": "abc"})))
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     done = run_program([tmp_path / "script.py"], cwd=tmp_path)
@@ -289,10 +290,10 @@ def test_functions_that_no_module_has_travel_by_value(project: Path) -> None:
         return x * 3
 
     training().train_task = None
-    assert sent(lambda x: x + base).function(1) == 101
-    assert sent(training().make_closure(5)).function(2) == 9
-    assert sent(nested.task_function).function(2) == 6
-    assert sent(replaced).function(1) == 2
+    assert sent(lambda x: x + base)(1) == 101
+    assert sent(training().make_closure(5))(2) == 9
+    assert sent(nested.task_function)(2) == 6
+    assert sent(replaced)(1) == 2
 
 
 def test_argument_that_cannot_be_pickled_is_named(project: Path) -> None:

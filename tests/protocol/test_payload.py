@@ -6,6 +6,7 @@ import resource
 import string
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flytekitplugins.daskpytorch.driver import request
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.protocol import payload
-from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call
+from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, SharedMemory, cut, pieces_of_returned
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE
 from flytekitplugins.daskpytorch.rank.link import pickled, unwrapped
@@ -43,7 +44,7 @@ def packed(*args: object, **kwargs: object) -> SharedMemory:
     return memory
 
 
-def unpacked(memory: SharedMemory) -> Call:
+def unpacked(memory: SharedMemory) -> partial[Any]:
     data, *aside = memory.address.mapped()
     return unpack_call(data, aside)
 
@@ -55,8 +56,8 @@ def test_arrays_and_tensors_come_out_as_they_went_in_and_lie_in_the_memory() -> 
     size, *sizes = (size for _, size in memory.address.segments)
     assert (size < 10_000, sizes) == (True, [2 * LARGE, 2 * LARGE, LARGE])
     assert np.array_equal(call.args[0], array)
-    assert np.array_equal(call.kwargs["columns"], array.reshape(2, -1))
-    whole, part = call.kwargs["tensors"]
+    assert np.array_equal(call.keywords["columns"], array.reshape(2, -1))
+    whole, part = call.keywords["tensors"]
     assert torch.equal(whole, tensor)
     part[0] = 77
     assert whole[5] == 77  # they share their memory, as they did

@@ -195,7 +195,7 @@ results = {}
 for name in names:
     call = unpack_call(calls[name])
     try:
-        results[name] = call.function(*call.args, **call.kwargs)
+        results[name] = call()
     except Exception as error:
         rank_sources.explain(error, sources)
         results[name] = [type(error).__name__, *getattr(error, "__notes__", ())]

@@ -8,7 +8,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -17,13 +16,6 @@ from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.records import numbers
 
 MAX_NAME = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 # ---- Checks and names
@@ -146,9 +138,9 @@ def _can_pickle(value: object) -> bool:
 
 def unpack_call(
     data: bytes | memoryview, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None
-) -> Call:
+) -> partial[Any]:
     function, args, kwargs = pickling.loads(data, aside, present)
-    return Call(function=_find(*function) if type(function) is tuple else function, args=args, kwargs=kwargs)
+    return partial(_find(*function) if type(function) is tuple else function, *args, **kwargs)
 
 
 def _find(module: str, qualname: str) -> Callable[..., Any]:

@@ -210,7 +210,7 @@ class RankObservers(_Called):
     def open(self, parts: Iterable[bytes]) -> None:
         for part in parts:
             try:
-                self._observers.append(unpack_call(part).function())
+                self._observers.append(unpack_call(part)())
             except Exception as error:
                 self._leave_out(part, "what an observer has in rank 0", error)
 

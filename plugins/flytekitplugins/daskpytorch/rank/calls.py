@@ -26,7 +26,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.context import StopSignal
 from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
-from flytekitplugins.daskpytorch.protocol.function import Call, unpack_call, values
+from flytekitplugins.daskpytorch.protocol.function import unpack_call, values
 from flytekitplugins.daskpytorch.protocol.messages import CallEnded, CallOrder, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import liveness, process_group, sources
@@ -108,12 +108,12 @@ class Server:
         parts = self._link.large(order.large) if order.large is not None else [memoryview(order.call)]
         call = self._unpacked(parts)
         with ending_as_program():
-            returned = self._completed(call.function(*call.args, **call.kwargs))
+            returned = self._completed(call())
             _wait_for_gpu()
             return returned
         return None  # the call has ended by `sys.exit()`
 
-    def _unpacked(self, parts: Sequence[memoryview]) -> Call:
+    def _unpacked(self, parts: Sequence[memoryview]) -> Callable[[], Any]:
         main = vars(sys.modules["__main__"])
         before = dict(main)
         call = unpack_call(parts[0], parts[1:], self._present)

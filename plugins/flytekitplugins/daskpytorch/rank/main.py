@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.process import program_end
 from flytekitplugins.daskpytorch.process.system import optional, show_as
 from flytekitplugins.daskpytorch.protocol import messages, script
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
-from flytekitplugins.daskpytorch.protocol.function import Call, Metrics, unpack_call
+from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
@@ -79,12 +79,12 @@ def main(channel: Connection) -> int:
             process_group.expect(order.place, order.job, take_device, listener, on_formed)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link, session)
-            process_group.meet(is_script=True) if isinstance(call.function, script.Script) else process_group.join()
+            process_group.meet(is_script=True) if isinstance(call.func, script.Script) else process_group.join()
             liveness.watch(order, link)
             returned = None
             with session.at_work(), _ending_forks():
                 with ending_as_program():
-                    returned = completed(call.function(*call.args, **_keywords(order, call, host)))
+                    returned = completed(call(**_keywords(order, host)))
                 # A Ctrl-C from now on must not fail the finished function. Child programs would inherit SIG_IGN.
                 signal.signal(signal.SIGINT, lambda *_: None)
             has_returned = True
@@ -185,7 +185,7 @@ def _take_listener(channel: Connection) -> int:
     return listener
 
 
-def _unpack(order: RankOrder, link: GangLink, session: Session) -> Call:
+def _unpack(order: RankOrder, link: GangLink, session: Session) -> functools.partial[Any]:
     """Unpickle the user's call, then open rank 0's observers. A rank that stays calls its server.
 
     Observers import packages in threads, and two threads that import one package at once may deadlock: a run of wandb
@@ -193,7 +193,7 @@ def _unpack(order: RankOrder, link: GangLink, session: Session) -> Call:
     """
     try:
         if session.server is not None:
-            return Call(function=session.server.serve, args=(), kwargs={})
+            return functools.partial(session.server.serve)
         large = order.job.large
         data, *aside = link.large(large) if large is not None else [memoryview(order.job.call or b"")]
         return unpack_call(data, aside)
@@ -283,10 +283,8 @@ def _host_of(job: Job) -> Iterator[RankHost | None]:
         yield host
 
 
-def _keywords(order: RankOrder, call: Call, host: RankHost | None) -> dict[str, Any]:
-    keywords = dict(call.kwargs)
-    if host is not None:
-        keywords |= host.arguments()
+def _keywords(order: RankOrder, host: RankHost | None) -> dict[str, Any]:
+    keywords = host.arguments() if host is not None else {}
     if order.job.pass_local_rank:
         keywords["local_rank"] = order.place.local_rank
     return keywords

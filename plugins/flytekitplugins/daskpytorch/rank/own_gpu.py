@@ -173,7 +173,7 @@ class GpuCheck:
             if found:
                 raise _fault(found)
         if self._function is not None:
-            self._call(unpack_call(self._function).function)
+            self._call(unpack_call(self._function).func)
 
     def _call(self, function: Callable[[int], object]) -> None:
         try:
