@@ -206,8 +206,8 @@ class LogRecord:
 
     def bare(self) -> Self:
         """Return the record with its numbers and strings alone."""
-        values = {name: _bare(value) for name, value in self.metrics.items() if isinstance(value, (int, float, str))}
-        return replace(self, metrics=values)
+        known = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float, str))}
+        return replace(self, metrics={name: _bare(_plain(value)) for name, value in known.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
