@@ -262,15 +262,11 @@ def _address(place: str) -> object:
 
 
 def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
-    rows = [
-        (
-            each.step,
-            ", ".join(f"{name} {value:g}" for name, value in each.metrics.items()),
-            f"{each.size:,}",
-            _address(each.place) if each.place else "the driver's disk",
-        )
-        for each in checkpoints
-    ]
+    rows = []
+    for each in checkpoints:
+        metrics = ", ".join(f"{name} {value:g}" for name, value in each.metrics.items())
+        place = _address(each.place) if each.place else "the driver's disk"
+        rows.append((each.step, metrics, f"{each.size:,}", place))
     return report.table(("step", "metrics", "bytes", "place"), rows)
 
 

@@ -355,15 +355,11 @@ def _mark(event: Event, start: float, length: float) -> str:
 
 
 def _events(events: Sequence[Event], start: float) -> str:
-    rows = [
-        [
-            "+" + duration(event.time - start),
-            element("span", "", f"dpt-dot dpt-{event.tone}", aria_hidden="true")
-            + text_of(one_line(event.text, MAX_TEXT))
-            + (element("span", text_of(_end_of(event.detail)), "dpt-soft") if event.detail else ""),
-        ]
-        for event in _ends(events)
-    ]
+    rows = []
+    for event in _ends(events):
+        dot = element("span", "", f"dpt-dot dpt-{event.tone}", aria_hidden="true")
+        detail = element("span", text_of(_end_of(event.detail)), "dpt-soft") if event.detail else ""
+        rows.append([f"+{duration(event.time - start)}", dot + text_of(one_line(event.text, MAX_TEXT)) + detail])
     if (left_out := len(events) - len(rows)) > 0:
         rows.insert(MAX_EVENTS // 2, ["", f"… {left_out:,} more …"])
     return cells_table(["after", "what happened"], rows, "dpt-events") if rows else ""
