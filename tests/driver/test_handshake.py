@@ -17,7 +17,7 @@ from ear import TOKEN, assert_hung_up, dialled, framed, heard, listening, order
 from flytekitplugins.daskpytorch.driver import listener as driver
 from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
-from flytekitplugins.daskpytorch.protocol import dialing, framing
+from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
 from flytekitplugins.daskpytorch.protocol.messages import Leaving, Lines
 from processes import num_open_files
@@ -114,7 +114,7 @@ def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.Simp
 
 def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Action]) -> None:
     with pytest.raises(ConnectionError, match="the driver of its gang is not there"):
-        dialing.dial(order(listener.address, token=b"u" * 32))
+        framing.dial(order(listener.address, token=b"u" * 32))
     assert events.empty()
 
 
@@ -193,7 +193,7 @@ def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(
     with pytest.raises(
         ConnectionError, match=r"the driver of its gang is not there .*another program may use its port"
     ):
-        dialing.dial(order(address))
+        framing.dial(order(address))
     thread.join()
 
 
@@ -214,7 +214,7 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
 
     def dial() -> None:
         try:
-            dialing.dial(order(address)).close()
+            framing.dial(order(address)).close()
         except ConnectionError as error:
             refused.put(error)
 
@@ -243,8 +243,8 @@ def test_a_connection_survives_a_network_that_fails_for_a_moment(
             at_last.callback(listening(TOKEN, events).end)
             yield 0.0
 
-        monkeypatch.setattr(dialing, "DIAL_WAITS", waits())
-        with contextlib.closing(dialing.dial(order(server.getsockname()), ConnectionError)) as connection:
+        monkeypatch.setattr(framing, "DIAL_WAITS", waits())
+        with contextlib.closing(framing.dial(order(server.getsockname()), ConnectionError)) as connection:
             connection.send(Leaving())
             assert heard(events) == Leaving()
 
@@ -267,7 +267,7 @@ def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_l
 
 
 def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialing, "DIAL_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(framing, "DIAL_WAITS", (0.0, 0.0))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
@@ -277,6 +277,6 @@ def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPa
         thread = threading.Thread(target=hang_up)
         thread.start()
         with pytest.raises(ConnectionError, match=r"too many other callers .* hung up after \d+\.\d s") as failure:
-            dialing.dial(order(server.getsockname()[:2]))
+            framing.dial(order(server.getsockname()[:2]))
         thread.join()
     assert "token" not in str(failure.value)

@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Su
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.protocol import dialing, framing
+from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
@@ -154,7 +154,7 @@ def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -
 
     class Launcher(OwnNode):
         def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-            agents.append(dialing.dial(orders[0]))
+            agents.append(framing.dial(orders[0]))
             agents[0].send(Hello(describe_node(orders[0].worker, None), ("127.0.0.1", 1)))
             until(lambda: supervisor._calls.qsize() == 2, "the hello to be heard")
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.protocol.dialing import dial
-from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
+from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, dial
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 
 GONE = "gone"

@@ -27,9 +27,8 @@ from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here
 from flytekitplugins.daskpytorch.protocol import framing, job, messages
 from flytekitplugins.daskpytorch.protocol.code import place_code
-from flytekitplugins.daskpytorch.protocol.dialing import dial
 from flytekitplugins.daskpytorch.protocol.failure import raisable
-from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.framing import Connection, dial
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder, WorkerData
 from flytekitplugins.daskpytorch.protocol.placement import Place

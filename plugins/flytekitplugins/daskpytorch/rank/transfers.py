@@ -14,8 +14,7 @@ from pathlib import Path
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, digest_of, take_file
-from flytekitplugins.daskpytorch.protocol.dialing import dial
-from flytekitplugins.daskpytorch.protocol.framing import Connection
+from flytekitplugins.daskpytorch.protocol.framing import Connection, dial
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.payload import Address, mapped
 
