@@ -3,6 +3,7 @@
 import base64
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -179,6 +180,26 @@ def test_what_is_good_follows_from_the_name(name: str, mode: str | None) -> None
 
 
 # ---- How it is going
+
+
+def test_the_page_of_a_training_begins_with_how_it_is_going() -> None:
+    clock = Clock()
+    recorder = RunState(name="flows.train", clock=clock)
+    assert state(body(recorder)) == "starting"
+    clock.now += 5
+    To(recorder).placed(shape(2))
+    To(recorder).formed(5.0)
+    for step in range(11):
+        To(recorder).logged(record(step, num_steps=101, time=2.0 * step, epoch=1, loss=1 / (step + 1)))
+    clock.now += 55
+    page = body(recorder)
+    assert state(page) == "training"
+    assert f"as of {time.strftime('%H:%M:%S', time.localtime(clock.now))}" in page
+    found = figures(page)
+    assert (found["epoch"], found["step"], found["running for"], found["loss"]) == ("1", "10", "1 min", "0.09091")
+    assert found["time left"] == "3 min"  # 90 steps at half a step per second
+    assert 'aria-valuenow="11"' in page
+    assert "best 0.09091 at step 10" in page
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, Board, Displa
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 from flytekitplugins.daskpytorch.report.pieces import MAX_NAME
-from told import To, node, shape_of
+from told import To, node, shape_of, usage
 
 SHAPE = shape_of(node("tcp://10.0.0.1:1", "h1"), node("tcp://10.0.0.2:1", "h2"))
 record = partial(told.record, num_steps=8)
@@ -281,4 +281,18 @@ def test_the_display_steps_aside_for_a_debugger_and_comes_back() -> None:
     assert "[rank 0] said meanwhile" in text.getvalue()
     To(display).logged(record(1, loss=1.0))
     assert bars.live.is_started
+    To(display).ended(None)
+
+
+def test_a_terminal_shows_the_call_of_a_gang_that_stays_or_the_memory_that_it_holds() -> None:
+    display = ProgressDisplay(Board(Console(file=io.StringIO(), width=200, force_terminal=True)), "gang")
+    To(display).placed(SHAPE)
+    To(display).formed(0.5)
+    for rank in (0, 1):
+        To(display).used(usage(rank, memory=1 << 30, gpu_memory=1 << 30))
+    To(display).calling("flows.train")
+    [line] = display.board.bars.tasks
+    assert (line.fields["name"], line.fields["text"]) == ("train", "")
+    To(display).called("flows.train", None)
+    assert (line.fields["name"], line.fields["text"]) == ("gang", "idle, its ranks hold 4.0 GiB")
     To(display).ended(None)

@@ -5,6 +5,7 @@ import contextlib
 import http.server
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -305,6 +306,14 @@ def test_death_of_wandbs_own_process_costs_a_notice(tmp_path: Path, capsys: pyte
     tracker.on_end(0)
     assert "Records may be missing" in capsys.readouterr().err
     _end_wandb()  # the next run has a process of its own again
+
+
+def test_a_teardown_of_wandb_that_exits_does_not_end_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = RankRun(settings(Wandb(project="names", mode="disabled")))
+    with monkeypatch.context() as changed:
+        changed.setattr("wandb.teardown", sys.exit)  # as if wandb's own process had ended by a signal
+        tracker.on_end(1)
+    _end_wandb()
 
 
 # ---- The run, as the user's own wandb calls meet it ------------------------------------------------------------------

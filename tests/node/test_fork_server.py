@@ -9,11 +9,12 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,68 @@ def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(
         assert own_fork_server().pid != first.pid
         Rank(again, 0, Doing(os._exit, 5))
         assert again.next_exit() == (0, 5)
+
+
+IMPORTING = """
+    import sys
+    from flytekitplugins.daskpytorch.node import fork_server, fork_server
+
+    fork_server.TRAINS = "wave"
+    fork_server.TRAINING_IMPORTS = ("first", "second")
+    fork_server.main()
+"""
+SLOW_IMPORT = """
+import time
+from pathlib import Path
+Path(f"{__name__} began").touch()
+while not Path(__name__).exists():
+    time.sleep(0.01)
+"""
+
+
+@contextlib.contextmanager
+def importing(folder: Path, leisure: float) -> Iterator[ForkServerClient]:
+    """A client of such a server."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for name in ("first", "second"):
+        (folder / f"{name}.py").write_text(SLOW_IMPORT)
+    command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno())]
+    environment = {**os.environ, "DASKPYTORCH_LEISURE": str(leisure)}
+    with (
+        control,
+        subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=folder, env=environment) as server,
+        contextlib.ExitStack() as at_last,
+    ):
+        at_last.callback(server.kill)  # else one that imports for ever would be waited for
+        theirs.close()
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            socket.send_fds(control, [fork_server.CLIENT], [its.fileno()])
+        with contextlib.closing(ForkServerClient(mine, server)) as client:
+            yield client
+        control.close()
+        assert server.wait() == 0
+
+
+def test_after_ranks_that_train_more_is_imported_in_pieces_between_which_ranks_are_served(tmp_path: Path) -> None:
+    source = "import sys, time, wave; print('first' in sys.modules, 'second' in sys.modules); time.sleep(600)"
+    with importing(tmp_path, leisure=600) as client:
+        assert Rank.running(client, 0, "import time, wave; print('trains'); time.sleep(600)").line() == "trains"
+        client.take_readiness()
+        assert not wait([client], 0.5)
+        assert not (tmp_path / "first began").exists()  # while ranks run nothing is imported
+        client.kill(0, signal.SIGKILL)
+        until((tmp_path / "first began").exists, "a piece")
+        ranks = [Rank.running(client, key, source) for key in (1, 2)]
+        assert not wait([rank.output for rank in ranks], 0.5)
+        (tmp_path / "first").touch()
+        assert {rank.line().partition(" ")[0] for rank in ranks} == {"True"}
+        (tmp_path / "second").touch()
+        for key in (1, 2):
+            client.kill(key, signal.SIGKILL)
+        assert {client.next_exit() for _ in range(3)} == {(key, -signal.SIGKILL) for key in range(3)}
+        until((tmp_path / "second began").exists, "the next piece")
+        assert Rank.running(client, 3, source).line() == "True True"
 
 
 # ---- What ends a server itself --------------------------------------------------------------------------------------

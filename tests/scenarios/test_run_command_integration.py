@@ -333,3 +333,38 @@ def test_a_script_forms_its_own_group_beside_modules_with_names_of_libraries(fol
     done = run_cold(*way, "forms.py")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] False 2 77 True True" for rank in range(2)]
+
+
+PREPARES = """
+    import sys
+
+    import torch.distributed as dist
+
+    assert not dist.is_initialized()
+    if sys.argv[1:] == ["forms"]:
+        dist.init_process_group("gloo")
+        dist.barrier()
+"""
+TRAINS_BESIDE = """
+    import torch
+    import torch.distributed as dist
+    from flytekitplugins.daskpytorch import Gang, dispatch, run_script
+
+    def train():
+        run_script("prepares.py")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        run_script("prepares.py", "forms")
+        dist.all_reduce(total)
+        return int(total)
+
+    if __name__ == "__main__":
+        print(dispatch.run(None, train, gang=Gang(ranks_per_worker=2)).result())
+"""
+
+
+def test_a_function_has_its_group_again_after_a_script_that_formed_none(folder: Path) -> None:
+    (folder / "prepares.py").write_text(textwrap.dedent(PREPARES))
+    (folder / "trains.py").write_text(textwrap.dedent(TRAINS_BESIDE))
+    done = subprocess.run([sys.executable, "trains.py"], capture_output=True, text=True, check=False, timeout=200)
+    assert (done.returncode, done.stdout.strip()) == (0, "[4, 4]"), done.stderr

@@ -278,3 +278,13 @@ def test_a_script_ends_without_an_import_of_modules_that_its_libraries_import_la
         run_script(tmp_path / "train.py")
     finally:
         sys.modules.pop("imported_lazily", None)
+
+
+def test_a_module_in_the_working_folders_part_of_a_namespace_is_found(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elsewhere := tmp_path / "elsewhere/parts").mkdir(parents=True)
+    (project / "parts").mkdir()
+    (project / "parts/train.py").touch()
+    monkeypatch.syspath_prepend(str(elsewhere.parent))
+    assert module_of("parts.train").file == str(project / "parts/train.py")
