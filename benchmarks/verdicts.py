@@ -195,12 +195,14 @@ def draw(seed: int, index: int, *, storage: bool = False) -> Schedule:
         faults.append(_draw_fault(rng, _choice(rng, moments)))
     suspends_rank = any(fault.target == "rank" and fault.seconds == LONG_STOP for fault in faults)
     num_gone = sum(fault.loses_pod and fault.comes_back is None for fault in faults)
+    # On a busy machine, the import of torch's checkpoints takes eight seconds in six ranks at once.
+    hang_timeout = 2 * HANG_TIMEOUT if storage else HANG_TIMEOUT
     setting = Setting(
         num_workers=num_workers,
         ranks_per_worker=rng.choice((1, 1, 2)),
         min_workers=min_workers,
         max_restarts=max_restarts,
-        hang_timeout=HANG_TIMEOUT if suspends_rank or rng.random() < 0.3 else None,
+        hang_timeout=hang_timeout if suspends_rank or rng.random() < 0.3 else None,
         save_interval=rng.choice((1, 1, 3, 7)),
         ballast=8 if any(fault.moment == "checkpoint" for fault in faults) else rng.choice((0, 0, 1)),
         heeds_sigterm=rng.random() < 0.75,

@@ -40,6 +40,7 @@ def check_recovered(watched: ft.Watched, starts: list[int]) -> None:
         pytest.param("demanding", "DemandingError: code 7", id="5-init"),
         pytest.param("unpicklable", "SpoiltError: code 7", id="5-unpicklable"),
         pytest.param("sys.exit", "exit code 3", id="6"),
+        pytest.param("os._exit", "exit code 3", id="7"),
         pytest.param("SIGABRT", "SIGABRT", id="9-abort"),
         pytest.param("asynchronous", "KeyboardInterrupt", id="11-asynchronous"),
         pytest.param("ignore SIGTERM", "SpoiltError", id="12"),
@@ -122,6 +123,18 @@ def test_a_rank_that_raises_before_it_joins(
     assert time.monotonic() - began < MAX_SECONDS
     assert isinstance(caught.value.__cause__, GangError)
     assert caught.value.__cause__.rank == 1
+
+
+def spoil() -> None:
+    raise ft.SpoiltError("the batch is spoilt")
+
+
+def test_an_error_that_all_ranks_raise_is_raised_once_and_names_a_rank(client: Client) -> None:  # 4
+    with pytest.raises(ft.SpoiltError, match="the batch is spoilt") as caught:
+        ft.run_on(client, spoil).result()
+    assert isinstance(caught.value.__cause__, GangError)
+    assert caught.value.__cause__.rank in (0, 1)
+    assert "ft.SpoiltError" in caught.value.__cause__.rank_traceback
 
 
 class OpensInRank0(Observer):

@@ -209,6 +209,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "unpicklable": _raise_unpicklable,
     "close and raise": _close_group_and_raise,
     "sys.exit": lambda: sys.exit(3),
+    "os._exit": lambda: os._exit(3),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGABRT": os.abort,
     "grow": _grow,
