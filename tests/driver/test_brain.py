@@ -855,6 +855,18 @@ def test_a_gang_whose_ranks_all_answer_is_judged_at_once(gang_of: MakeWorld) -> 
     assert isinstance(world.agent(W1).orders.pop(), messages.Stop)
 
 
+def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(gang_of: MakeWorld) -> None:
+    world = gang_of()
+    written = Written(CheckpointEntry(attempt=0, step=5, size=1, digest="0" * 64))
+    for rank, agent, report in (
+        (0, W1, LogRecord(rank=0, step=3, num_steps=None, time=0.0, metrics={})),
+        (1, W2, LogRecord(rank=1, step=4, num_steps=None, time=0.0, metrics={})),
+        (0, W1, written),
+    ):
+        world.report(world.agent(agent), rank, report)
+    assert world.brain._attempt.steps == {0: 5, 1: 4}
+
+
 def recalled(*numbers: int, is_done: bool = True) -> Recalled:
     """All-reduces of one group, of which only the last may be waiting."""
     group = "the default group (gloo)"

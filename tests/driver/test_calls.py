@@ -23,7 +23,17 @@ from flytekitplugins.daskpytorch.errors import (
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
-from flytekitplugins.daskpytorch.protocol.messages import Ask, Debugged, EndCall, Forget, Leaving, NextCall, Tell
+from flytekitplugins.daskpytorch.protocol.messages import (
+    Ask,
+    CallEnded,
+    Debugged,
+    EndCall,
+    Forget,
+    Leaving,
+    NextCall,
+    Tell,
+)
+from flytekitplugins.daskpytorch.protocol.payload import Piece
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
 
 W1, W2 = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
@@ -223,6 +233,15 @@ def test_a_checkpoint_that_is_reported_after_its_call_is_no_step_of_the_next(wor
     assert error.step is None
 
 
+def test_a_hang_in_a_call_ends_the_gang(tmp_path: Path) -> None:
+    world = Staying(tmp_path, hang_timeout=5.0).begin()
+    world.ask()
+    for _ in range(10):
+        world.wait(1.0)
+        world.obey_all()
+    assert isinstance(raised(world), GangHungError)
+
+
 def test_a_prompt_that_its_call_has_ended_excuses_no_other_rank(tmp_path: Path) -> None:
     world = Staying(tmp_path, hang_timeout=5.0).begin()
     world.ask()
@@ -291,6 +310,19 @@ def test_the_next_call_brings_the_newest_sources_of_calls_that_were_cancelled(wo
         assert [order.number for order in begun] == [number, number]
         assert {order.code and order.code.digest for order in begun} == {"newer" if number == 4 else None}
         world.obey_all()
+
+
+def test_what_a_rank_has_returned_in_an_interrupted_call_is_freed(world: Staying) -> None:
+    world.of_gang.interrupt(world.ask())
+    world.obey_all()
+    piece = Piece(None, b"large", is_first=True, is_last=True)
+    world.report(world.agent(W1), 0, world.received.keep(0, piece))
+    assert world.received._buffer._num_in_file == 1
+    world.report(world.agent(W1), 0, CallEnded(number=1, value=None))
+    world.end_call(1, KeyboardInterrupt())
+    world.obey_all()
+    assert world.outcomes[1].is_interrupted
+    assert world.received._buffer._num_in_file == 0
 
 
 def test_an_interrupted_call_has_not_failed_if_a_rank_makes_an_error_of_the_interrupt(

@@ -292,6 +292,16 @@ def named(paths: StoragePaths) -> list[CheckpointEntry]:
     return found
 
 
+def test_the_metrics_reach_storage(world_of: MakeWorld, paths: StoragePaths) -> None:
+    world = world_of(storage=paths)
+    save(world, 1)
+    world.work()
+    world.end_evaluation()
+    world.work()
+    [stored] = named(paths)[0]
+    assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
+
+
 def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(world_of: MakeWorld, paths: StoragePaths) -> None:
     world, files = world_of(storage=paths), paths.files
     assert isinstance(files, MoodyFiles)

@@ -210,6 +210,12 @@ def test_rank_that_never_reached_the_call_has_not_stopped() -> None:
     assert not signal.has_fired
 
 
+def test_a_release_counts_where_nothing_was_held() -> None:
+    signal = StopSignal()
+    signal.release(2)
+    assert [signal() for _ in range(4)] == [False, False, True, True]
+
+
 def test_call_is_held_back_until_the_release() -> None:
     signal, returned = StopSignal(), []
     signal.hold()

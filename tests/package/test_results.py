@@ -202,6 +202,16 @@ def test_a_folder_that_may_not_be_written_holds_up_nothing_else(not_root: Path) 
     assert files(not_root) == {"b": b"x", "d": b"x"}
 
 
+def test_an_unforeseen_error_of_one_result_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = ReceivedResults()
+    for number in range(3):
+        submit(received, str(number), b"x", rank=1)
+    fail_at(monkeypatch, "1", RecursionError("maximum recursion depth exceeded"))
+    with pytest.raises(ResultPathError, match=r"rank 1 .* path '1' .*: RecursionError: maximum"):
+        DaskResultsHandler().process_results(tmp_path, [ended(received)])
+    assert sorted(files(tmp_path)) == ["0", "2"]
+
+
 # ---- Paths
 
 

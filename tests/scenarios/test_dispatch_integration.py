@@ -35,6 +35,18 @@ ONCE = Gang(max_restarts=0)
 # ---- What the ranks run. They find these by name: the sources travel with the gang.
 
 
+class SimpleError(Exception):
+    """A user's own exception."""
+
+
+def fail_when_told(started: str, told: str) -> None:
+    """Rank 1 fails, but not before its time."""
+    Path(started + str(current_rank().rank)).write_text(f"{os.getppid()} {os.getpid()}")
+    while current_rank().rank == 0 or not Path(told).exists():
+        time.sleep(0.05)
+    raise SimpleError("told to")
+
+
 def weighted_sum(factor: int, x: int = 0) -> tuple[int, float]:
     """Only a formed gang has this sum."""
     import torch.distributed as dist
@@ -109,6 +121,23 @@ def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: 
     results.DaskResultsHandler().process_results(tmp_path / "results", futures)
     assert (tmp_path / "results" / "ended.txt").read_text() == "ended"
     assert "lose_a_worker: ended with 1 of 2 workers, as min_workers allows" in capfd.readouterr().err
+
+
+def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    started, told = str(tmp_path / "rank"), tmp_path / "told"
+    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
+        futures = dispatch.run(client, fail_when_told, started, str(told), gang=Gang(max_restarts=0, grace_period=2))
+        notes = [Path(started + rank) for rank in "01"]
+        until(lambda: all(note.exists() and note.read_text() for note in notes), "the ranks to start")
+        fork_server, rank = (psutil.Process(int(pid)) for pid in notes[0].read_text().split())
+        worker = fork_server.parent()
+        assert worker is not None
+        worker.suspend()
+        told.touch()
+        with pytest.raises(SimpleError, match="told to"):
+            futures.result()
+        worker.resume()  # now it hears that all is over, and ends its rank
+        until(lambda: not rank.is_running(), "the rank of the suspended worker to end")
 
 
 def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,24 @@ def wait_for(experiment: dict[str, str]) -> str:
     return wait(experiment["path"])
 
 
+def descend(experiment: tuple[int, str]) -> list[float]:
+    """Ten steps of a training; rank 0 of the experiment that has a folder is killed once, in the middle."""
+    seed, folder = experiment
+    rank = current_rank()
+    state = rank.checkpoint.load() or {"step": 0, "weight": torch.tensor(1.0), "losses": []}
+    weight, losses = state["weight"], state["losses"]
+    for step in range(state["step"] + 1, 11):
+        if folder and step == 6 and not Path(folder, "killed").exists():
+            Path(folder, "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        noise = torch.rand(1, generator=torch.Generator().manual_seed(100 * seed + 10 * rank.rank + step))
+        dist.all_reduce(noise)
+        weight = weight * 0.9 + 0.01 * noise
+        losses.append(weight.item())
+        rank.checkpoint.save({"step": step, "weight": weight, "losses": losses}, step)
+    return losses
+
+
 # ---- What is done with them
 
 
@@ -161,6 +179,15 @@ def test_all_are_cancelled_and_leave_their_workers(client: Client, tmp_path: Pat
     assert all(isinstance(error, CancelledError) for error in found)
     assert not (tmp_path / "4-started").exists()
     assert dispatch.map(client, raise_if_odd, [2] * 4).result() == [2] * 4
+
+
+def test_a_killed_rank_concerns_its_own_experiment_only(client: Client, tmp_path: Path) -> None:
+    undisturbed = dispatch.map(client, descend, [(1, ""), (2, ""), (3, "")], workers=lambda e: 2 if e[0] < 3 else 1)
+    expected = undisturbed.result()
+    experiments = [(1, ""), (2, str(tmp_path)), (3, "")]
+    futures = dispatch.map(client, descend, experiments, workers=lambda e: 2 if e[0] < 3 else 1)
+    assert futures.result() == expected
+    assert (tmp_path / "killed").exists()
 
 
 def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:

@@ -108,6 +108,12 @@ def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(client: Client, launch: 
     assert "fault_training.py" in caught.value.log_tail
 
 
+def test_a_straggler_is_left_alone(client: Client, launch: ft.Launch) -> None:  # 19
+    watched = launch(client, pace=0.6, gang=Gang(hang_timeout=4.0))  # less than the whole of it takes
+    check_recovered(watched, [0])
+    assert not watched.restarted_at
+
+
 def test_a_rank_that_raises_before_it_joins(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 2

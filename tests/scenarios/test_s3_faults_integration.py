@@ -92,6 +92,13 @@ def test_pictures_and_labels_are_those_of_the_bucket(folder: Make) -> None:
         assert dataset.classes[label] == key.split("/")[1]
 
 
+def test_pictures_with_control_characters_in_their_keys_are_read(folder: Make, weed: Weed) -> None:
+    body = next(iter(FEW.values()))
+    weed.put_all(BUCKET, {f"odd/a/{name}.jpg": body for name in ("tab\t", "line\n", "a[b]*?::%20 #")})
+    for picture, _ in folder("odd").__getitems__([0, 1, 2]):
+        assert np.array_equal(np.asarray(picture), shown(body))
+
+
 def test_what_is_no_picture_is_named_and_asked_for_once(folder: Make, proxy: FaultProxy) -> None:
     with pytest.raises(data.BrokenImageError, match=r"/broken/thing/empty.jpg cannot be decoded: .*on_error"):
         read(folder("broken"), "broken/thing/empty.jpg")

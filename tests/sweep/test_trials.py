@@ -150,6 +150,13 @@ def test_odd_values_and_epochs_are_compared_or_passed_over(epoch: Any, value: An
     assert len(models.said) <= 1  # where no epoch was one
 
 
+def test_other_ranks_do_not_count() -> None:
+    models = Models()
+    models.log(0, epoch=1, loss=1.0)
+    assert models.log(1, rank=1, epoch=1, loss=9.0)
+    assert not models.log(1, rank=0, epoch=1, loss=9.0)
+
+
 def test_an_epoch_that_comes_again_after_a_restart_is_not_judged_again() -> None:
     models = Models()
     assert models.log(0, epoch=1, loss=5.0)
