@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol import messages, payload
-from flytekitplugins.daskpytorch.protocol.checkpoints import Written
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths

@@ -298,7 +298,7 @@ def test_the_metrics_reach_storage(world_of: MakeWorld, paths: StoragePaths) -> 
     world.work()
     world.end_evaluation()
     world.work()
-    [stored] = named(paths)[0]
+    [stored] = named(paths)
     assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
 
 

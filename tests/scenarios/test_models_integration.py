@@ -1,6 +1,8 @@
 """`dispatch.map` trains many models at once on a real cluster, each as a gang."""
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
