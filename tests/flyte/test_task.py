@@ -34,7 +34,6 @@ from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
 
@@ -329,8 +328,8 @@ class _Trained:
 
     ends_by: BaseException | None = None
 
-    def __init__(self, request: Any, _: object, observers: list[Observer], __: object) -> None:
-        self._observers = [*observers, *request.observers]
+    def __init__(self, request: Any, *_: object) -> None:
+        self._observers = request.observers
 
     def cancel(self) -> None:
         """Nobody calls it."""

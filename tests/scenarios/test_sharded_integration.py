@@ -84,7 +84,7 @@ def damaged_for_one_rank(base: str, entry: CheckpointEntry) -> list[CheckpointEn
         for part in folder.glob("__1_*.distcp"):
             part.unlink()
     dist.barrier()
-    return [replace(entry, uri=str(folder), step=9)]
+    return [replace(entry, folder=base, shards=folder.name, step=9)]
 
 
 def test_a_training_under_fsdp2_comes_back_bit_for_bit(tmp_path: Path) -> None:
