@@ -138,7 +138,7 @@ def test_attempt_that_ends_during_the_transfer_is_refused(checkpoints: Vault, ag
 
 
 def write_here(checkpoints: Vault, agent: Path, folder: Path, file: CheckpointEntry) -> None:
-    """What rank 0 does, and then says."""
+    """Rank 0 writes a file to the driver's folder, and reports it."""
     shutil.copyfile(agent / file.name, folder / file.name)
     checkpoints.add(file)
 

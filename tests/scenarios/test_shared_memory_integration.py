@@ -36,7 +36,7 @@ def run(max_restarts: int) -> GangFutures:
 
 
 def memories() -> list[str]:
-    """Those that this process keeps, which is the driver."""
+    """Names of the shared memory that this process, the driver, keeps."""
     links = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
     return [link for link in links if link.startswith("/memfd:daskpytorch-")]
 

@@ -40,7 +40,7 @@ class Parts(HTMLParser):
 
 
 def chart_data(page: str) -> list[dict[str, Any]]:
-    """What the script draws, of each chart of a page."""
+    """Data that the script draws, of each chart of a page."""
     return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)]
 
 

@@ -139,7 +139,7 @@ class Agent:
     ranks: dict[int, Rank] = field(default_factory=dict)
     attempt: int | None = None
     uploads: list[CheckpointEntry] = field(default_factory=list)
-    """What its rank 0 writes, and has not reported."""
+    """Checkpoints that its rank 0 writes, and has not reported."""
     answers: list[Answer] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     """The steps that are kept, as it was told."""

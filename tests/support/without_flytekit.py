@@ -1,4 +1,4 @@
-"""What works where flytekit has no release: gangs on any Dask cluster. `matrix.py` runs it in such a Python."""
+"""Gangs on any Dask cluster, in a Python for which flytekit has no release. `matrix.py` runs this program."""
 
 import os
 import signal

@@ -108,7 +108,7 @@ class Bucket:
         self._session: Any = None
         self._client: Any = None
         self._store: Any = None
-        """Of obstore. None, too, where obstore would hang."""
+        """Obstore's store. None before the first read, and where obstore would hang."""
         self._is_ready = False
         self._lock = threading.Lock()
         self._etags_are_checksums: bool | None = None
