@@ -40,6 +40,18 @@ def bomb(tmp_path: Path) -> Iterator[Bomb]:
     assert not bomb.path.exists()
 
 
+@pytest.fixture
+def events() -> queue.SimpleQueue[Action]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def listener(events: queue.SimpleQueue[Action]) -> Iterator[Listener]:
+    ear = listening(TOKEN, events)
+    yield ear
+    ear.end()
+
+
 def connected(listener: Listener) -> socket.socket:
     return socket.create_connection(listener.address)
 

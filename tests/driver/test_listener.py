@@ -32,6 +32,18 @@ from processes import num_open_files, until
 
 
 @pytest.fixture
+def events() -> queue.SimpleQueue[Action]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def listener(events: queue.SimpleQueue[Action]) -> Iterator[Listener]:
+    ear = listening(TOKEN, events)
+    yield ear
+    ear.end()
+
+
+@pytest.fixture
 def dial(listener: Listener, events: queue.SimpleQueue[Action]) -> Iterator[Callable[[], Connection]]:
     """Connects an agent whose first word has been heard."""
     agents: list[Connection] = []
