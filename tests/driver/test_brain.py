@@ -867,17 +867,17 @@ def test_newest_step_of_a_rank_comes_from_logs_and_checkpoints(gang_of: MakeWorl
     assert world.brain._attempt.steps == {0: 5, 1: 4}
 
 
-def recalled(*numbers: int, is_done: bool = True) -> Recalled:
+def recalled(*numbers: int, is_done: bool = True, backend: str = "gloo", is_over: bool = False) -> Recalled:
     """All-reduces of one group, of which only the last may be waiting."""
-    group = "the default group (gloo)"
+    group = f"the default group ({backend})"
     collectives = [
         Collective(
             group=group, number=number, operation="all_reduce", inputs=[(4,)], outputs=[(4,)], dtypes=["Float"],
-            is_done=is_done or number < max(numbers),
+            is_done=is_done or number < max(numbers), frames=['File "/code/train.py", line 12 in train'],
         )
         for number in numbers
     ]  # fmt: skip
-    return Recalled(groups=[group], collectives=collectives)
+    return Recalled(groups={group: max(numbers, default=0)}, collectives=collectives, is_over=is_over)
 
 
 def test_log_of_a_rank_that_returned_too_early_and_ended_well_is_in_the_hangs_error(gang_of: MakeWorld) -> None:
@@ -1202,6 +1202,59 @@ def test_gang_that_may_hang_for_ever_is_never_asked(world_of: MakeWorld) -> None
     assert world.starts[0].job.pulse is None
     world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
     watch(world, 3600)
+    assert not world.is_over
+
+
+# ---- Waiting for a rank that has returned ---------------------------------------------------------------------------
+
+WAITS = recalled(1, 2, is_done=False, backend="nccl")
+LEFT = recalled(1, backend="nccl", is_over=True)
+
+
+def one_returned(world: World, recalls: dict[int, Recalled]) -> World:
+    """Rank 1 of a gang on two GPUs returns."""
+    on_gpus(world, ("GPU-a",), ("GPU-b",)).recalled = recalls
+    world.deliver(world.agent(W2))
+    return world
+
+
+def test_rank_that_waits_in_nccl_for_one_that_has_returned_ends_the_gang(world_of: MakeWorld) -> None:
+    world = one_returned(world_of(hang_timeout=None), {0: WAITS, 1: LEFT})
+    watch(world, 30)
+    error = raised(world)
+    assert isinstance(error, GangError)
+    assert (error.rank, error.kind) == (0, "desync")
+    assert error.cause == (
+        "rank 1 returned; rank 0 was still in all_reduce of float32 [4] at train.py:12, "
+        "collective 2 of the default group (nccl)"
+    )
+    assert len(world.starts) == 1  # such an error is certain to come again
+
+
+@pytest.mark.parametrize(
+    "recalls",
+    [
+        pytest.param({0: WAITS}, id="the record of the other is unknown"),
+        pytest.param({0: WAITS, 1: replace(LEFT, is_over=False)}, id="its threads go on"),
+        pytest.param({0: WAITS, 1: replace(LEFT, groups={})}, id="its group is gone, or its recorder has forgotten"),
+        pytest.param({0: WAITS, 1: recalled(1, 2, backend="nccl", is_over=True)}, id="it has made the call"),
+        pytest.param({0: recalled(1, 2, is_done=False), 1: recalled(1, is_over=True)}, id="not in NCCL"),
+        pytest.param({0: recalled(1, 2, backend="nccl"), 1: LEFT}, id="the call has ended"),
+    ],
+)
+def test_nothing_is_said_of_a_returned_rank_without_a_proof(world_of: MakeWorld, recalls: dict[int, Recalled]) -> None:
+    world = one_returned(world_of(hang_timeout=None), recalls)
+    watch(world, 600)
+    assert not world.is_over
+
+
+def test_wait_for_a_returned_rank_must_last_for_two_looks(world_of: MakeWorld) -> None:
+    world = one_returned(world_of(hang_timeout=None), {})
+    for number in range(2, 40):
+        world.recalled = {0: recalled(number, is_done=False, backend="nccl"), 1: LEFT}
+        watch(world, 10)
+        world.recalled = {0: recalled(number, backend="nccl"), 1: LEFT}
+        watch(world, 10)
     assert not world.is_over
 
 

@@ -46,7 +46,7 @@ def remembers(number: int, *, is_done: bool = True) -> Recalled:
         group=group, number=number, operation="all_reduce", inputs=[(4,)], outputs=[(4,)], dtypes=["Float"],
         is_done=is_done,
     )  # fmt: skip
-    return Recalled(groups=[group], collectives=[newest] if number else [], newest_of_all=number)
+    return Recalled(groups={group: number}, collectives=[newest] if number else [])
 
 
 class Staying(World):

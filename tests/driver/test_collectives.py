@@ -23,7 +23,8 @@ def waiting(number: int, operation: str = "all_reduce", *shape: int, **more: obj
 
 
 def of(*collectives: Collective, groups: tuple[str, ...] = (ALL,)) -> Recalled:
-    return Recalled(groups=groups, collectives=collectives)
+    newest = {group: max((each.number for each in collectives if each.group == group), default=0) for group in groups}
+    return Recalled(groups=newest, collectives=collectives)
 
 
 def test_rank_that_has_not_called_what_others_wait_in_is_named() -> None:

@@ -306,7 +306,7 @@ def test_a_rank_answers_with_its_stacks_and_one_that_is_signalled_writes_them_do
     assert "in follow" in located.stacks  # of the thread that answers, too
     group = "the default group (gloo)"
     driver.send(messages.Tell(Ask(Question.COLLECTIVES, 2)))
-    assert driver.next(Answer).value == Recalled(groups=[group], collectives=[])
+    assert driver.next(Answer).value == Recalled(groups={group: 0}, collectives=[])
     driver.send(messages.Tell(Ask(Question.STACKS, 3, True)))
     tail = ""
     while "wait_for_ever" not in tail:

@@ -60,9 +60,27 @@ def test_collectives_of_torchs_new_nccl_are_recalled_as_those_of_the_group_nccl(
     monkeypatch.setitem(world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
     recalled = liveness.recall()
     assert recalled is not None
-    assert recalled.groups == ["the default group (gloo)", "the default group (nccl)"]
+    assert recalled.groups == {"the default group (gloo)": 0, "the default group (nccl)": 1}
     newest = recalled.collectives[-1]
     assert (newest.group, newest.operation, newest.inputs) == ("the default group (nccl)", "all_reduce", [(3,)])
+
+
+def test_groups_that_a_full_recorder_may_have_forgotten_are_left_out(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(*options: bool, backend: str = "gloo") -> bytes:
+        entries = pickle.loads(recorded(*options, backend=backend))["entries"]
+        return pickle.dumps({"entries": entries[-1:]})
+
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3))
+    recorded = recorded_as("nccl2")
+    monkeypatch.setattr(c10d, "_dump_fr_trace", forgetful)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: pickle.dumps({"entries": []}), raising=False)
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
+    recalled = liveness.recall()
+    assert recalled is not None
+    assert recalled.groups == {"the default group (nccl)": 2}
 
 
 def test_older_torch_that_has_no_such_recorder_still_recalls(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

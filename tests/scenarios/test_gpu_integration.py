@@ -478,6 +478,28 @@ def test_a_collective_that_never_ends_is_told_and_its_process_ends(
         assert "all_reduce" in told.lower().replace("allreduce", "all_reduce")
 
 
+def return_before_the_last_call(device: str) -> None:
+    number = torch.ones(1, device=device)
+    dist.all_reduce(number)
+    if current_rank().is_main:
+        dist.all_reduce(number)
+        number.item()
+
+
+def test_a_rank_that_waits_for_one_that_has_returned_ends_the_gang(
+    run: Run, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    began = time.monotonic()
+    futures = run(return_before_the_last_call)
+    if len(futures) == 1:
+        pytest.skip("needs two GPUs")
+    error = futures.exception(SECONDS)
+    record_property("seconds to the error", round(time.monotonic() - began, 1))
+    assert isinstance(error, GangError)
+    assert error.kind == "desync"
+    assert " returned; rank 0 was still in all_reduce" in error.cause
+
+
 # ---- CUDA graphs, compiled models, usage
 
 USAGES: list[RankUsage] = []

@@ -14,6 +14,7 @@ from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collecti
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
+PLACE = re.compile(r'File "(.+)", line (\d+)')
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 WAITING_FILES = re.compile(r"torch/(distributed/|autograd/|nn/parallel/distributed\.py)")
 MAX_NAMED = 8
@@ -135,12 +136,32 @@ def _absence(all_calls: Iterable[_Calls], recalled: Mapping[int, Recalled]) -> D
     return Difference(rank, what, "\n".join([_shown(calls), _shown_last(rank, recalled[rank])]))
 
 
-def _lacks(recalled: Recalled, calls: _Calls) -> bool:
-    its_own = (each.number for each in recalled.collectives if each.group == calls.group)
-    return calls.group in recalled.groups and max(its_own, default=0) < calls.number
+def _lacks(recalled: Recalled, calls: _Calls | Collective) -> bool:
+    return recalled.groups.get(calls.group, calls.number) < calls.number
 
 
 # ---- A rank that has returned
+
+
+@dataclass(frozen=True)
+class AwaitsReturned:
+    rank: int
+    what: str
+
+
+def awaits_returned(recalled: Mapping[int, Recalled | None], running: Iterable[int]) -> AwaitsReturned | None:
+    """Return a running rank whose NCCL collective can never end, as a rank of its group is over without the call."""
+    over = {rank: each for rank, each in recalled.items() if each is not None and each.is_over}
+    for rank in sorted(running):
+        own = recalled.get(rank)
+        for each in own.collectives if own is not None else ():
+            gone = [other for other, left in over.items() if _lacks(left, each)]
+            if gone and not each.is_done and each.group.endswith("nccl)"):
+                place = next(map(PLACE.match, users_frames(each.frames)), None)
+                at = f" at {PurePath(place[1]).name}:{place[2]}" if place else ""
+                call = f"{in_words(each)}{at}, collective {each.number} of {each.group}"
+                return AwaitsReturned(rank, f"{named(gone)} returned; rank {rank} was still in {call}")
+    return None
 
 
 def left_waiting(rank: int, failure: Failure, returned: Mapping[int, Recalled | None]) -> str:

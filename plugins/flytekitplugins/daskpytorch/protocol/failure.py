@@ -13,7 +13,7 @@ import signal
 import sysconfig
 import traceback
 from bdb import BdbQuit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from types import TracebackType
@@ -87,10 +87,16 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Recalled:
-    groups: Sequence[str]
+    groups: Mapping[str, int]
+    """Number of the rank's newest collective by group, or 0 before the first. Without groups of unknown number."""
     collectives: Sequence[Collective]
-    newest_of_all: int = 0
-    """Number of the newest collective of all ranks in the default group, or 0 if unknown."""
+    is_over: bool = False
+    """The rank's program has ended: the rank calls no other collective."""
+
+    @property
+    def newest_of_all(self) -> int:
+        """Return the number of the newest collective of all ranks, of which each backend counts its own."""
+        return sum(number for group, number in self.groups.items() if group.startswith(DEFAULT_GROUP))
 
 
 @dataclass(frozen=True, kw_only=True)

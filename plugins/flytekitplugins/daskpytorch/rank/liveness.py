@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,20 +80,20 @@ HOOK = 0x6461736B
 """Key of this module's abort hook in torch's GPU backend, whose own hooks have small numbers."""
 
 
-def recall() -> Recalled | None:
+def recall(*, is_over: bool = False) -> Recalled | None:
     try:
         groups = [name for group in torch_parts.groups() for name in _names_of(group)]
-        has_nccl = any("nccl" in group for group in groups)
-        calls = (entry for entry in _entries(has_nccl=has_nccl) if not entry["is_p2p"])
+        recorded = list(_recorders(has_nccl=any("nccl" in group for group in groups)))
+        calls = (entry for entries in recorded for entry in entries if not entry["is_p2p"])
         entries = [entry for entry in calls if _group_of(entry) in groups]
         entries.sort(key=lambda entry: entry["time_created_ns"])
         collectives = [_collective(entry) for entry in entries[-MAX_COLLECTIVES:]]
-        numbers = {_group_of(entry): entry["collective_seq_id"] for entry in entries}
-        # Each backend of the default group numbers by itself.
-        of_all = sum(number for group, number in numbers.items() if group.startswith(DEFAULT_GROUP))
+        has_forgotten = any(min(entry["record_id"] for entry in entries) for entries in recorded if entries)
+        numbers = {} if has_forgotten else dict.fromkeys(groups, 0)
+        numbers |= {_group_of(entry): entry["collective_seq_id"] for entry in entries}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another version of torch
         return None
-    return Recalled(groups=groups, collectives=collectives, newest_of_all=of_all)
+    return Recalled(groups=numbers, collectives=collectives, is_over=is_over)
 
 
 def call_before_abort(report: Callable[[], None]) -> None:
@@ -163,9 +163,10 @@ def _name(name: str, described: str, backend: str) -> str:
     return f"group {name} ({backend})" if described == "undefined" else f"group {name} ({described}, {backend})"
 
 
-def _entries(*, has_nccl: bool) -> Iterator[Mapping[str, Any]]:
+def _recorders(*, has_nccl: bool) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Yield each recorder's newest entries. A full recorder forgets the entries with the smallest `record_id`."""
     for records in torch_parts.flight_records(has_nccl=has_nccl):
-        yield from pickle.loads(records).get("entries", ())  # noqa: S301 - by our own torch
+        yield pickle.loads(records).get("entries", ())  # noqa: S301 - by our own torch
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:

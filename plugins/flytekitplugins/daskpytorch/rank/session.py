@@ -41,6 +41,7 @@ class Session:
         place = order.place
         self._order = order
         self._link = link
+        self._is_over = False
         self.environment = dict(environment)
         self._read_so_far = system.read_so_far()
         self.prompt: Prompt | None = None
@@ -96,11 +97,12 @@ class Session:
 
         A rank whose program has ended before leaves: collectives of peers that wait for it must fail. Rank 0's process
         stays, with the rendezvous store and the observers. With NCCL, a rank waits for the others' ends: they may still
-        read its GPU's memory.
+        read its GPU's memory. The driver asks such a rank for its collectives.
         """
         link, order = self._link, self._order
         is_stopped = self.rank.stop_signal.has_fired
-        if not is_stopped and order.job.backend != "nccl" and order.place.world_size > 1 and leaves_early(link):
+        self._is_over = not is_stopped and order.place.world_size > 1 and leaves_early(link)
+        if self._is_over and order.job.backend != "nccl":
             liveness.send_collectives(link)
             if order.place.rank:
                 return
@@ -153,7 +155,7 @@ class Session:
                     liveness.show(stacks)
                 value = Located(num_collectives, stacks, num_moves)
             case Question.COLLECTIVES:
-                value = liveness.recall()
+                value = liveness.recall(is_over=self._is_over)
             case Question.HOLD:
                 is_handled = asked.about is not None and signals.is_handled(asked.about)
                 value = self.rank.stop_signal.hold(), is_handled
