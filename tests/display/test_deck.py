@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.journal import Shape
-from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import chart
 from flytekitplugins.daskpytorch.report.pieces import shared
 from html_pages import ODD_NAMES, Parts, chart_data, rows_of
@@ -200,6 +200,21 @@ def test_the_page_of_a_training_begins_with_how_it_is_going() -> None:
     assert found["time left"] == "3 min"  # 90 steps at half a step per second
     assert 'aria-valuenow="11"' in page
     assert "best 0.09091 at step 10" in page
+
+
+def test_hours_and_cost_are_figures() -> None:
+    recorder = RunState(clock=Clock())
+    spent = Goodput(total=60, stepping=30, gpu_hours=12.5, core_hours=100.0, trained_hours=6.25, cost=1234.567)
+    To(recorder).accounted(spent)
+    found = figures(page := body(recorder))
+    assert (found["GPU hours"], found["cost"]) == ("12.5", "1,234.57")
+    assert "50% in kept steps" in page
+    assert "core hours" not in found
+    To(recorder).accounted(replace(spent, gpu_hours=0.0, trained_hours=75.0, cost=None))
+    found = figures(page := body(recorder))
+    assert found["core hours"] == "100"
+    assert "75% in kept steps" in page
+    assert "cost" not in found
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def trained() -> RunState:
             To(recorder).restarting(f"rank 3 was killed {LONG}", 99)
             To(recorder).placed(shape(3))
             To(recorder).formed(1.0)
-    To(recorder).accounted(
-        Goodput(total=9, starting=1, stepping=5, data=1, evaluation=1, saving=0.5, waiting=0.5, lost=0)
-    )
+    bill = {"gpu_hours": 1234.5, "core_hours": 9876.0, "trained_hours": 987.6, "cost": 12345.678}
+    seconds = {"starting": 10, "stepping": 50, "data": 10, "evaluation": 10, "saving": 5, "waiting": 5}
+    To(recorder).accounted(Goodput(total=90, **seconds, **bill))
     return recorder
 
 

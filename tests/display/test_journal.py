@@ -153,6 +153,7 @@ def test_one_run_has_the_same_figures_wherever_it_is_shown(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("DASKPYTORCH_JOURNAL", str(tmp_path))
+    monkeypatch.setenv("DASKPYTORCH_PRICE", "core=3600")
     wandb = Wandb(project="names", mode="offline", dir=str(tmp_path))
     gang = Gang(observers=(OpenTelemetry(),))
     [future] = dispatch.map(client, trained, [{"floor": 0.5}], workers=2, wandb=wandb, gang=gang)
@@ -176,6 +177,9 @@ def test_one_run_has_the_same_figures_wherever_it_is_shown(
     account = future.goodput.as_dict()
     assert of_wandb["summary"]["goodput"]["stepping"] == account["stepping"]
     assert run.goodput == future.goodput
+    assert exported["daskpytorch_bill", "trained", "0", "cost"] == future.goodput.cost > 0
+    assert future.goodput.cost == pytest.approx(3600 * future.goodput.core_hours)
+    assert of_wandb["summary"]["goodput"]["cost"] == pytest.approx(future.goodput.cost, rel=0.5)
     assert exported["daskpytorch_goodput_seconds", "trained", "0", "stepping"] == account["stepping"]
 
 

@@ -55,7 +55,7 @@ def happen(figures: GangFigures) -> None:
     To(figures).logged(record(7, num_steps=10, loss=0.5, note="warm"))
     To(figures).logged(record(8, rank=1, num_steps=10, loss=9.0))
     To(figures).kept(6)
-    To(figures).accounted(Goodput(total=3.0, starting=1.0, stepping=2.0))
+    To(figures).accounted(Goodput(total=3.0, starting=1.0, stepping=2.0, core_hours=8.0, trained_hours=6.0, cost=0.5))
     To(figures).used(usage(1, num_steps=8, cpu=0.9, memory=3 * 2**30, gpu_memory=2**30, gpu_utilization=0.25))
     To(figures).restarting("a rank was lost", 7, "lost")
 
@@ -79,6 +79,9 @@ def test_each_figure_has_its_name_unit_and_labels(read: Read) -> None:
         ("daskpytorch_forming_seconds", "train"): 1.5,
         ("daskpytorch_goodput_seconds", "train", "starting"): 1.0,
         ("daskpytorch_goodput_seconds", "train", "stepping"): 2.0,
+        ("daskpytorch_bill", "train", "core_hours"): 8.0,
+        ("daskpytorch_bill", "train", "trained_share"): 0.75,
+        ("daskpytorch_bill", "train", "cost"): 0.5,
         ("daskpytorch_checkpoints_total", "train"): 1.0,
         ("daskpytorch_checkpoint_step", "train"): 6.0,
         ("daskpytorch_rank_steps", "train", "1"): 8.0,

@@ -1,17 +1,21 @@
 """Goodput: the driver assigns every second of a gang to one phase. Events and the clock are simulated."""
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import Goodput, RankUsage
 from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol.files import Files
+from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Spent
 from simulated_gang import Agent, OwnError, World, raised
 
@@ -21,8 +25,9 @@ W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
 class Trained(World):
     """A gang whose rank 0 says what it does, second by second."""
 
-    def __init__(self, *how: Any, **settings: Any) -> None:
+    def __init__(self, *how: Any, gpus: Mapping[str, tuple[str, ...]] | None = None, **settings: Any) -> None:
         super().__init__(*how, **settings)
+        self.gpus |= gpus or {}
         self.spent: dict[str, float] = {}
         self.asked_at = self.clock()
 
@@ -259,6 +264,83 @@ def test_who_asks_when_rank_0_has_done_its_work_is_answered_at_once(world_of: Ma
     assert answers(world, W2) == [(1, 5.0)]
 
 
+# ---- Hours and their price
+
+
+def test_hours_of_all_workers_are_counted_and_priced_over_restarts(
+    world_of: MakeTrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_PRICE", "H1=99, h100 = 3.5,core=0.5")  # 4.0 an hour for each worker
+    world = world_of(0.0, gpus={W1: ("GPU-a",), W2: ("GPU-b",)}, min_workers=1)
+    world.spend(stepping=1800.0)
+    world.keep(5, seconds=0.0)
+    world.spend(stepping=900.0)
+    world.lose(world.agent(W2))
+    world.go_again(0.0)
+    world.spend(stepping=3600.0)
+    world.deliver_all()
+    goodput = world.end()
+    assert goodput.gpu_hours == goodput.core_hours == pytest.approx(2 * 0.75 + 1.0, abs=0.001)
+    assert goodput.trained_hours == 2 * 0.5 + 1.0
+    assert goodput.cost == pytest.approx(4.0 * goodput.gpu_hours)
+    assert goodput.bill == {
+        "gpu_hours": goodput.gpu_hours,
+        "trained_share": 2.0 / goodput.gpu_hours,
+        "cost": goodput.cost,
+    }
+
+
+def test_the_next_attempt_of_the_task_counts_the_hours_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_PRICE", "core=0.5")
+    bills = []
+    for number, ends in enumerate((True, False, True)):
+        previous = str(tmp_path / str(number - 1)) if number else None
+        paths = StoragePaths(files=Files(LocalFileSystem()), previous=previous, own=str(tmp_path / str(number)))
+        world = Trained(tmp_path, storage=paths)
+        world.accounting.restore()
+        world.go(0.0)
+        world.spend(stepping=3600.0)
+        if ends:
+            world.clock.now += 36.0  # since the newest write
+            world.fail(world.agent(W2), 1, OwnError("once"))
+            world.obey_all()
+        else:  # the driver is killed, a minute after its newest write
+            world.wait(61.0)
+        world.work()
+        stored = json.loads((tmp_path / str(number) / "hours.json").read_text())
+        assert stored["core_hours"] == pytest.approx(world.accountant.goodput().core_hours, abs=1e-3 if ends else 0.04)
+        bills.append(world.accountant.goodput(is_lost=True).bill)
+        assert not [text for text in world.watcher.notes if "earlier attempts" in text]
+    assert [bill["core_hours"] for bill in bills] == [pytest.approx(hours, abs=0.12) for hours in (2, 4, 6)]
+    assert [bill["cost"] for bill in bills] == [pytest.approx(bill["core_hours"] / 2) for bill in bills]
+    assert [bill["trained_share"] for bill in bills] == [0.0] * 3  # nothing was saved
+
+
+def test_unknown_hours_of_earlier_attempts_and_unpriced_gpus_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_PRICE", "A100=2,core=0.5")
+    paths = StoragePaths(files=Files(LocalFileSystem()), previous=str(tmp_path / "gone"), own=str(tmp_path / "own"))
+    world = Trained(tmp_path, storage=paths, gpus={W1: ("GPU-a",)})
+    world.accounting.restore()
+    world.go(0.0)
+    world.spend(stepping=3600.0)
+    assert list(world.accountant.goodput().bill) == ["gpu_hours", "trained_share"]
+    assert world.watcher.notes == [
+        "train: the hours and the cost of earlier attempts are unknown and not counted",
+        "train: DASKPYTORCH_PRICE has no price for H100, so the cost is unknown",
+    ]
+
+
+@pytest.mark.parametrize("value", ["H100", "H100=", "=3", "core=x", "core=-1", "core=nan", "A=1,,B=2", "core=1,Core=2"])
+def test_a_malformed_price_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASKPYTORCH_PRICE", value)
+    with pytest.raises(ValueError, match=r"^DASKPYTORCH_PRICE='.*': '.*' is no price per hour. .*H100=3.2,core=0.05$"):
+        Accountant(0.0)
+
+
 # ---- The record
 
 
@@ -266,6 +348,7 @@ def test_a_line_names_the_share_of_the_steps_and_all_that_took_time() -> None:
     goodput = Goodput(total=144.31, starting=1.2, preparing=5.0, stepping=120.1, data=18.0, lost=0.01)
     assert str(goodput) == ("goodput 83 %: 120.1 s of 144.3 s stepping; starting 1.2 s, preparing 5.0 s, data 18.0 s")
     assert str(Goodput(total=2.0, stepping=2.0)) == "goodput 100 %: 2.0 s of 2.0 s stepping"
+    assert str(Goodput(total=2.0, stepping=2.0, cost=39.361)).endswith("of 2.0 s stepping; cost 39.36")
     assert Goodput().share == 0.0
     names = ["total", "starting", "preparing", "stepping", "data", "evaluation", "saving", "waiting", "lost"]
     assert list(Goodput().as_dict()) == names

@@ -155,12 +155,16 @@ def test_41_sigterm_to_the_task(execution: Execution, tmp_path: Path) -> None:
     with nothing_left_behind():
         first = execution.attempt(0, **LONG, env=env, meddle=meddle)
         step = check_stopped(execution, first, "the task was told to end (SIGTERM)")
+        hours = json.loads((file := Path(first.checkpoint, "daskpytorch/gang/hours.json")).read_text())
+        file.write_text(json.dumps({**hours, "core_hours": 100 + hours["core_hours"]}))
         second = execution.attempt(1, epochs=step + 2, env=env, previous=first.checkpoint)
     assert first.seconds < MAX_SECONDS
     assert execution.starts(1) == [step, step]
     assert result(second) == expected(step + 2)
     runs = [read_run(path) for path in execution.runs()]
     assert [(run["id"], run["exit_code"]) for run in runs] == [(RUN_ID, 1), (RUN_ID, 0)]
+    assert hours["core_hours"] > 0
+    assert runs[1]["summary"]["goodput"]["core_hours"] > 100
     steps = list(range(1, step + 3))
     assert [point for point, _ in scalars(tmp_path / "tracked" / f"resumable-{RUN_ID}", "value")] == steps
     flow = Flow(tmp_path / "tracked", "tests")

@@ -124,6 +124,8 @@ MIN_TOTAL = 60.0
 
 A shorter gang spends most of its time on the start.
 """
+BILL = ("gpu_hours", "core_hours", "trained_hours", "cost")
+"""Fields of `Goodput` that are no seconds of the gang."""
 MAX_BITS = sys.float_info.max_exp - 1
 """Bits of a whole number, with which each is below the largest float."""
 PLAIN = frozenset((int, float, bool, str))
@@ -242,7 +244,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Account of a gang's wall time, in seconds. All fields but `total` add up to `total`.
+    """Account of a gang's wall time, in seconds, and of its workers' hours. All seconds but `total` add up to `total`.
 
     `current_rank().goodput()` returns a `Goodput`. A Flyte task may return a `Goodput`, too, as Flyte accepts
     dataclasses.
@@ -276,6 +278,14 @@ class Goodput:
     lost: float = 0.0
     """Seconds of work that was in no checkpoint when an attempt ended. The next attempt repeats the work, and the
     repetition counts as `stepping`, `data` and so on. `stepping` is therefore the time of an undisturbed gang."""
+    gpu_hours: float = 0.0
+    """Hours of all GPUs of the gang's workers, over all attempts of the Flyte task, from the first ranks' start on."""
+    core_hours: float = 0.0
+    """Hours of all processor cores of the gang's workers, counted as `gpu_hours`."""
+    trained_hours: float = 0.0
+    """Part of `gpu_hours`, or of `core_hours` without GPUs, in steps whose work was kept."""
+    cost: float | None = None
+    """Price of these hours by `DASKPYTORCH_PRICE`. None without prices, or if a GPU has no price."""
 
     @property
     def share(self) -> float:
@@ -284,13 +294,21 @@ class Goodput:
 
     def as_dict(self) -> dict[str, float]:
         """Return the seconds by field name, `total` first."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name not in BILL}
+
+    @property
+    def bill(self) -> dict[str, float]:
+        """The hours on GPUs, else on cores, the share of them that trained, and the cost if known, by name."""
+        hours, name = (self.gpu_hours, "gpu_hours") if self.gpu_hours else (self.core_hours, "core_hours")
+        named = {name: hours, "trained_share": self.trained_hours / hours} if hours else {}
+        return named if self.cost is None else named | {"cost": self.cost}
 
     def __str__(self) -> str:
         others = {name: value for name, value in self.as_dict().items() if name not in ("total", "stepping")}
         rest = ", ".join(f"{name} {value:.1f} s" for name, value in others.items() if value >= 0.05)
         whole = f"goodput {100 * self.share:.0f} %: {self.stepping:.1f} s of {self.total:.1f} s stepping"
-        return f"{whole}; {rest}" if rest else whole
+        cost = [f"cost {self.cost:.2f}"] if self.cost is not None else []
+        return "; ".join(filter(None, (whole, rest, *cost)))
 
 
 @dataclass(frozen=True, kw_only=True)

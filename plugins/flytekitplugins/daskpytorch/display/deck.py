@@ -101,12 +101,19 @@ def figures(run: RunState) -> dict[str, object]:
     figures["took" if run.end is not None else "running for"] = report.duration(run.seconds)
     if run.goodput is not None and run.goodput.total >= MIN_TOTAL:
         figures["goodput"] = (f"{run.goodput.share:.0%}", "of the time in steps")
+        figures |= _bill(run.goodput.bill)
     figures |= _newest(run)
     if run.rate.per_second:
         figures["steps per second"] = run.rate.per_second
     if run.restarts:
         figures["restarts"] = len(run.restarts)
     return figures
+
+
+def _bill(bill: Mapping[str, float]) -> dict[str, object]:
+    words = {"gpu_hours": "GPU hours", "core_hours": "core hours"}
+    shown = {words[name]: (bill[name], f"{bill['trained_share']:.0%} in kept steps") for name in words if name in bill}
+    return shown | ({"cost": f"{bill['cost']:,.2f}"} if "cost" in bill else {})
 
 
 def _newest(run: RunState) -> dict[str, object]:

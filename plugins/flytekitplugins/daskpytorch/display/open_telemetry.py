@@ -57,6 +57,7 @@ def _restarts(run: RunState) -> Values:
     return {kind: run.failures[kind] for kind in RESTART_KINDS}  # a first 1 shows no increase
 
 
+BILL = "Hours of GPUs, else of cores, the share of them that trained, and their price, over all attempts."
 CHECKPOINT_TIME = "Time of the newest safe checkpoint since 1970, or of the start from an earlier run's checkpoint."
 FIGURES = (
     Figure("running", "1 while the gang runs, 0 after its end.", lambda run: run.end is None),
@@ -78,6 +79,7 @@ FIGURES = (
     Figure("restarts", "Restarts of the gang by kind of failure.", _restarts, label="kind", is_counter=True),
     Figure("forming", "Duration of the newest start, until all ranks have met.", lambda run: run.forming, unit="s"),
     Figure("goodput", "Time of the gang by its use.", _uses_of_time, unit="s", label="use"),
+    Figure("bill", BILL, lambda run: run.goodput.bill if run.goodput is not None else None, label="of"),
     Figure("checkpoints", "Checkpoints that the gang has made safe.", lambda run: run.num_checkpoints, is_counter=True),
     Figure("checkpoint_step", "Step of the newest safe checkpoint.", lambda run: run.checkpoint and run.checkpoint[0]),
     Figure("checkpoint_timestamp", CHECKPOINT_TIME, lambda run: run.checkpoint and run.checkpoint[1], unit="s"),

@@ -156,7 +156,7 @@ class Tracker(View):
 
     def _end(self, event: journal.Ended) -> None:
         if (goodput := self.state.goodput) is not None:
-            account = {"share": goodput.share, **goodput.as_dict()}
+            account = {"share": goodput.share, **goodput.as_dict(), **goodput.bill}
             self._add({f"goodput/{name}": value for name, value in account.items()})
         reason = f"{event.end.error}: {event.end.text}" if event.end.error else None
         self._put(self._run.flush)

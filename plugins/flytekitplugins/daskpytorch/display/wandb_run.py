@@ -96,7 +96,7 @@ class RankRun(RankObserver):
 
     def on_goodput(self, goodput: Goodput) -> None:
         if self._opening.done() and _is_open(run := self._opening.result()):
-            run.summary["goodput"] = {"share": goodput.share, **goodput.as_dict()}
+            run.summary["goodput"] = {"share": goodput.share, **goodput.as_dict(), **goodput.bill}
 
     def on_end(self, exit_code: int, stopped_early: str | None = None) -> None:
         try:

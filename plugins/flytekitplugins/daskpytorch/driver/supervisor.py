@@ -68,7 +68,7 @@ def assemble(
         checkpoints=Checkpoints(state, committer),
         evaluator=Evaluator(state, committer.vault, make),
         debugger=Debugger(state, debugging),
-        accounting=Accounting(state, clock),
+        accounting=Accounting(state, clock, committer.vault),
     )
     calls = [request.calls] if isinstance(request.calls, Calls) else []
     for part in calls:
@@ -258,6 +258,7 @@ class Supervisor:
             committer.vault.adopt(self._request.start)
         else:
             committer.vault.restore()
+        gang.accounting.restore()
         committer.begin()
         evaluator.prepare(code if self._request.script is None else None, checkpoints.newest_entry)
         if (step := checkpoints.newest_step()) is not None:

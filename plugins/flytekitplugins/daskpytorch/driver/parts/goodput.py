@@ -4,24 +4,33 @@ The driver names the gang's phase. Rank 0's ledger (`rank.usage`) divides the tr
 time after its newest checkpoint counts as lost.
 """
 
+import contextlib
+import functools
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.meter import VARIABLE, Meter
 from flytekitplugins.daskpytorch.driver.part import Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
+from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Spent, Tell
-from flytekitplugins.daskpytorch.records import Goodput, RankUsage
+from flytekitplugins.daskpytorch.records import BILL, Goodput, RankUsage
 
 INTERVAL = 2.0
-PARTS = tuple(each.name for each in fields(Goodput) if each.name != "total")
+STORE_INTERVAL = 60.0
+"""Seconds between two writes of the hours for the next attempt of the task."""
+FILE = "hours.json"
+"""Beside the manifest."""
+PARTS = tuple(name for name in Goodput().as_dict() if name != "total")
 
 
 @dataclass
@@ -74,6 +83,7 @@ class Accountant:
         self._parts = dict.fromkeys(PARTS, 0.0)
         self._training = _Training()
         self._shown_at = asked_at
+        self.meter = Meter()
 
     @property
     def is_training(self) -> bool:
@@ -99,16 +109,18 @@ class Accountant:
 
     def close(self, *, is_lost: bool) -> None:
         self._go_on()
-        for name, seconds in self._training.parts(is_lost=is_lost).items():
+        spent = self._training.parts(is_lost=is_lost)
+        for name, seconds in spent.items():
             self._parts[name] += seconds
+        self.meter.train(spent.get("stepping", 0.0))
         self._training = _Training()
 
-    def goodput(self) -> Goodput:
+    def goodput(self, *, is_lost: bool = False) -> Goodput:
+        """`is_lost`: the account if the attempt failed now."""
         self._go_on()
-        parts = dict(self._parts)
-        for name, seconds in self._training.parts().items():
-            parts[name] += seconds
-        return Goodput(total=math.fsum(parts.values()), **parts)
+        spent = self._training.parts(is_lost=is_lost)
+        parts = {name: seconds + spent.get(name, 0.0) for name, seconds in self._parts.items()}
+        return Goodput(total=math.fsum(parts.values()), **parts, **self.meter.amounts(spent.get("stepping", 0.0)))
 
     def final(self, error: Exception | None) -> Goodput:
         self.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
@@ -123,6 +135,7 @@ class Accountant:
 
     def _go_on(self) -> None:
         now = self._now()
+        self.meter.count(now - self._since)
         if self._phase == "training":
             self._training.span += now - self._since
         else:
@@ -133,11 +146,41 @@ class Accountant:
 class Accounting(Part):
     takes = (RankUsage, Spent, Question.GOODPUT)
 
-    def __init__(self, state: GangState, clock: Callable[[], float]) -> None:
+    def __init__(self, state: GangState, clock: Callable[[], float], vault: Vault) -> None:
         self._state = state
         self.accountant = Accountant(state.asked_at, clock)
+        self._worker = vault.worker
+        storage = state.request.storage
+        self._storage = storage if storage is not None and not storage.is_claimed and not storage.resume else None
+        """Storage of a task that its host retries: attempts carry on their hours."""
+        self._store_at = 0.0
+
+    def restore(self) -> None:
+        """Count the hours of the task's earlier attempts, too."""
+        if (storage := self._storage) is None:
+            return
+        for folder in (storage.own, storage.previous):
+            with contextlib.suppress(Exception):  # storage clients raise errors of any class
+                self.accountant.meter.add(json.loads(storage.files.read(f"{folder}/{FILE}")))
+                return
+        if storage.previous is not None:
+            self._state.observers.note("the hours and the cost of earlier attempts are unknown and not counted")
+
+    def _store(self) -> None:
+        """Store what the next attempt counts if this one ends now."""
+        if self._storage is not None:
+            left = self.accountant.goodput(is_lost=True)
+            data = json.dumps({name: getattr(left, name) for name in BILL}).encode()
+            write = functools.partial(self._storage.files.write, f"{self._storage.own}/{FILE}", data)
+            self._worker.submit(write, lambda *_: True, lane=LANE)
+
+    def settle(self, *, is_last: bool) -> None:
+        self._store()
 
     def begin(self, attempt: Attempt) -> None:
+        nodes = {node.worker: node for _, node in attempt.places.values()}
+        if names := ", ".join(self.accountant.meter.use(nodes.values())):
+            self._state.observers.note(f"{VARIABLE} has no price for {names}, so the cost is unknown")
         self._answers: dict[int, Goodput] = {}
         """By number of the question: all ranks are told the same."""
         self._waiting: list[tuple[Peer, int]] = []
@@ -179,6 +222,9 @@ class Accounting(Part):
     def orders(self, now: float) -> None:
         if self.accountant.is_due():
             self._state.observers.tell(journal.Accounted(goodput=self.accountant.goodput()))
+        if self._state.training is not None and now >= self._store_at:
+            self._store_at = now + STORE_INTERVAL
+            self._store()
 
     def restart(self, number: int) -> None:
         self.accountant.close(is_lost=True)
