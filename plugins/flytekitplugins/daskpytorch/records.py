@@ -125,7 +125,6 @@ MIN_TOTAL = 60.0
 A shorter gang spends most of its time on the start.
 """
 BILL = ("gpu_hours", "core_hours", "trained_hours", "cost")
-"""Fields of `Goodput` that are no seconds of the gang."""
 MAX_BITS = sys.float_info.max_exp - 1
 """Bits of a whole number, with which each is below the largest float."""
 PLAIN = frozenset((int, float, bool, str))
@@ -281,7 +280,7 @@ class Goodput:
     gpu_hours: float = 0.0
     """Hours of all GPUs of the gang's workers, over all attempts of the Flyte task, from the first ranks' start on."""
     core_hours: float = 0.0
-    """Hours of all processor cores of the gang's workers, counted as `gpu_hours`."""
+    """The same of processor cores."""
     trained_hours: float = 0.0
     """Part of `gpu_hours`, or of `core_hours` without GPUs, in steps whose work was kept."""
     cost: float | None = None
@@ -298,7 +297,7 @@ class Goodput:
 
     @property
     def bill(self) -> dict[str, float]:
-        """The hours on GPUs, else on cores, the share of them that trained, and the cost if known, by name."""
+        """Hours of GPUs, else of cores, the share of them that trained, and the cost if known."""
         hours, name = (self.gpu_hours, "gpu_hours") if self.gpu_hours else (self.core_hours, "core_hours")
         named = {name: hours, "trained_share": self.trained_hours / hours} if hours else {}
         return named if self.cost is None else named | {"cost": self.cost}

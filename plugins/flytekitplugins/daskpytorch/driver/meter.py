@@ -8,13 +8,12 @@ from typing import Any
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 VARIABLE = "DASKPYTORCH_PRICE"
-"""Prices of an hour, by part of a GPU's name and for `core`, as in `H100=3.2,core=0.05`."""
 CORE = "core"
 HOUR = 3600.0
 
 
 def prices() -> dict[str, float]:
-    """Return the prices by name in small letters. `ValueError`: the variable is malformed."""
+    """By name in small letters. `ValueError`: malformed."""
     asked, found = os.environ.get(VARIABLE, ""), dict[str, float]()
     for entry in asked.split(",") if asked.strip() else ():
         name, _, number = (part.strip() for part in entry.partition("="))
@@ -32,18 +31,16 @@ def prices() -> dict[str, float]:
 
 
 class Meter:
-    """Counts the whole workers of a gang, from the first start of its ranks on."""
-
     def __init__(self) -> None:
         self._prices = prices()
         self._num_gpus = self._num_cores = 0
         self._price = 0.0
         self.hours = {"gpu_hours": 0.0, "core_hours": 0.0, "trained_hours": 0.0}
-        self._cost = 0.0 if self._prices else math.nan  # NaN: unknown, as every sum with it
+        self._cost = 0.0 if self._prices else math.nan  # NaN: unknown
 
     def use(self, nodes: Collection[Node]) -> list[str]:
-        """Count these workers from now on. Return the names of GPUs without a price, if there are prices."""
-        cores = {node.host: node.num_cores for node in nodes}  # workers of one host share its cores and GPUs
+        """Count these workers from now on. Return the GPUs without a price, if there are prices."""
+        cores = {node.host: node.num_cores for node in nodes}  # shared by its workers
         gpus = {node.key_of(gpu): name for node in nodes for gpu, name in zip(node.gpus, node.gpu_names, strict=True)}
         self._num_gpus, self._num_cores = len(gpus), sum(cores.values())
         each = [self._price_of(name) for name in gpus.values()]
@@ -61,11 +58,9 @@ class Meter:
         self._cost += self._price * seconds / HOUR
 
     def train(self, stepping: float) -> None:
-        """Count seconds in steps whose work was kept, among those that `count` has counted."""
         self.hours["trained_hours"] += self._trained(stepping)
 
     def add(self, earlier: Mapping[str, float | None]) -> None:
-        """Count the `amounts` of the attempt before. LookupError, TypeError: the mapping is none."""
         cost = math.nan if earlier["cost"] is None else earlier["cost"]
         self.hours = {name: hours + float(earlier[name] or 0.0) for name, hours in self.hours.items()}
         self._cost += cost

@@ -27,9 +27,7 @@ from flytekitplugins.daskpytorch.records import BILL, Goodput, RankUsage
 
 INTERVAL = 2.0
 STORE_INTERVAL = 60.0
-"""Seconds between two writes of the hours for the next attempt of the task."""
 FILE = "hours.json"
-"""Beside the manifest."""
 PARTS = tuple(name for name in Goodput().as_dict() if name != "total")
 
 
@@ -152,11 +150,10 @@ class Accounting(Part):
         self._worker = vault.worker
         storage = state.request.storage
         self._storage = storage if storage is not None and not storage.is_claimed and not storage.resume else None
-        """Storage of a task that its host retries: attempts carry on their hours."""
+        """None unless the host retries the task."""
         self._store_at = 0.0
 
     def restore(self) -> None:
-        """Count the hours of the task's earlier attempts, too."""
         if (storage := self._storage) is None:
             return
         for folder in (storage.own, storage.previous):
@@ -167,7 +164,7 @@ class Accounting(Part):
             self._state.observers.note("the hours and the cost of earlier attempts are unknown and not counted")
 
     def _store(self) -> None:
-        """Store what the next attempt counts if this one ends now."""
+        """For the next attempt of the task."""
         if self._storage is not None:
             left = self.accountant.goodput(is_lost=True)
             data = json.dumps({name: getattr(left, name) for name in BILL}).encode()
