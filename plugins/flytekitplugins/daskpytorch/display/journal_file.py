@@ -26,11 +26,9 @@ from flytekitplugins.daskpytorch.report.pieces import brief
 VARIABLE = "DASKPYTORCH_JOURNAL"
 """Folder for journals, each named by its training's id. Empty: no journals."""
 NAME = "journal.jsonl"
-"""In a local run's folder, and beside a Deck in storage."""
 MAX_LINES = 10_000
 """Lines of one kind after which only every second event of this kind is written, then every fourth, ..."""
 MAX_USAGES = 400
-"""The same for each rank's usage, and for accounts of time."""
 
 
 @dataclass

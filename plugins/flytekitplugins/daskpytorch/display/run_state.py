@@ -39,7 +39,6 @@ MAX_USAGE_POINTS = 400
 MAX_NAMES = 10_000
 """Metrics with a newest value. Names made up at run time beyond it begin anew."""
 MAX_VALUES = 200
-"""Numbers that pages, tables and databases show."""
 STEPS = "optimizer steps per second"
 """Steps of log records have another chart, since users number them freely."""
 WORKERS, RANKS, TRAINING, IDLE = "waiting for workers", "ranks start", "training", "idle"
@@ -61,7 +60,6 @@ class Values:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The first numbers, by name: names made up at run time cannot fill a page or a database."""
         numbers = ((name, float(value)) for name, value in self.metrics.items() if isinstance(value, (int, float)))
         return dict(itertools.islice(numbers, MAX_VALUES))
 
@@ -219,7 +217,7 @@ class RunState(Observer):
 
     @singledispatchmethod
     def _fold(self, event: journal.Event) -> None:
-        """Ignore events that change nothing."""
+        pass
 
     @_fold.register
     def _(self, event: journal.Began) -> None:

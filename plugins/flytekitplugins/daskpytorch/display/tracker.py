@@ -136,7 +136,6 @@ class Tracker(View):
                 self._end(event)
 
     def _add(self, metrics: Mapping[str, float]) -> None:
-        """Queue the plugin's own metrics under the newest step, if rank 0 has logged a step."""
         if (newest := self.state.values.record) is not None:
             self._offer(partial(self._run.log, replace(newest, time=time.time(), metrics=metrics)))
 

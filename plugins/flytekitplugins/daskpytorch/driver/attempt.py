@@ -110,12 +110,10 @@ class Attempt:
         return {node.key_of(place.gpu) for place, node in placed if place.gpu is not None}
 
     def tell(self, message: ToAgent) -> None:
-        """New workers' agents do not get the message."""
         for peer in self.carriers:
             peer.send(message)
 
     def ask(self, question: Question, about: Any = None) -> Answers:
-        """Ask all ranks. The returned answers fill as they come."""
         self._num_asked += 1
         self._answers[self._num_asked] = answers = Answers()
         self.tell(Tell(Ask(question, self._num_asked, about)))

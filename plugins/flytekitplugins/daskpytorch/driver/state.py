@@ -140,7 +140,6 @@ class GangState:
 
     @property
     def training(self) -> Attempt | None:
-        """The attempt whose ranks may get orders."""
         is_there = self.attempt is not None and self.is_training and not self.attempt.is_over
         return self.attempt if is_there else None
 
@@ -285,7 +284,6 @@ class GangState:
     def hear_of_rank(
         self, connection: Connection, rank: int, said: Iterable[messages.ShortReport | ReceivedPiece]
     ) -> None:
-        """Ignore exited ranks and ranks outside the attempt."""
         if (peer := self.agents.find(connection)) is None or (attempt := self._attempt_of(peer, rank)) is None:
             return
         for report in said:

@@ -40,7 +40,6 @@ class Vault:
     def __init__(self, paths: StoragePaths | None, keep: Keep, disk: Path, worker: Worker | None = None) -> None:
         self._paths = paths
         self.own = paths.own if paths is not None else None
-        """Folder in storage for this attempt of the task."""
         self.is_users_folder = self.own is not None and "://" not in self.own
         """True if storage is a folder of this machine, where the user finds the checkpoints after the gang."""
         self.keep = keep
@@ -48,7 +47,6 @@ class Vault:
         self._disk = disk
         self.lent = disk / LENT
         self.worker = worker or Worker()
-        """Thread that makes all writes to storage."""
         self._lock = threading.RLock()
         self._attempt = 0
         self._whole: dict[str, Whole] = {}
@@ -58,10 +56,8 @@ class Vault:
         self._is_at_work = False
         """A job of this vault waits or runs in `worker`, which gets one at a time."""
         self.sharded: list[CheckpointEntry] = []
-        """Named by the manifest, in the order of their commits."""
         self._has_committed = False
         self._written = manifest.content_of([])
-        """Content of the manifest whose write to storage succeeded last."""
         self._stored: frozenset[str] = frozenset()
         self._leftovers: set[str] = set()
         """Files to remove from this attempt's folder: damaged ones, and those no longer in the manifest."""
@@ -186,12 +182,10 @@ class Vault:
         return next(reversed(self.intact()), None)
 
     def entries(self) -> list[CheckpointEntry]:
-        """Return the whole checkpoints on the driver's disk, in the order of arrival."""
         with self._lock:
             return [whole.file for whole in self._here()]
 
     def saved(self) -> tuple[SavedCheckpoint, ...]:
-        """Describe all kept checkpoints, whole and sharded, sorted by step."""
         kept = [entry.saved(self.own) for entry in (*self.entries(), *self.sharded)]
         return tuple(sorted(kept, key=lambda saved: saved.step))
 

@@ -31,7 +31,6 @@ class Checkpoints(Part):
         self.vault = committer.vault
         self.committer = committer
         self.commits: dict[str, int] = {}
-        """Name of a sharded checkpoint that is being committed -> its step."""
 
     def equip(self, job: Job) -> Job:
         self.vault.take_back()
@@ -158,7 +157,6 @@ class Checkpoints(Part):
         return Answer(asked.question, asked.number, found)
 
     def settle(self, *, is_last: bool) -> None:
-        """Try storage more often at the end of the gang."""
         if is_last:
             self.vault.worker.shorten_pauses()
 
