@@ -108,12 +108,9 @@ def test_a_config_without_brackets_is_refused_where_the_task_is_defined(config: 
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_an_accelerator_that_the_workers_would_not_get_is_warned_of_where_the_task_is_defined(config: type) -> None:
-    with pytest.warns(
-        UserWarning, match="accelerator=nvidia-tesla-a100 does not reach the workers.*pod_template="
-    ) as all_:
+def test_an_accelerator_that_the_workers_would_not_get_is_refused_where_the_task_is_defined(config: type) -> None:
+    with pytest.raises(ValueError, match=r"accelerator=nvidia-tesla-a100 does not reach the workers.*pod_template="):
         make(config(workers=WORKERS), accelerator=A100)
-    assert sum(issubclass(each.category, UserWarning) for each in all_) == 1  # garbage may be warned of, too
 
 
 @pytest.mark.parametrize(
@@ -127,12 +124,27 @@ def test_an_accelerator_that_the_workers_would_not_get_is_warned_of_where_the_ta
         ({"accelerator": A100}, "RANK"),
     ],
 )
-def test_an_accelerator_that_the_workers_get_is_not_warned_of(
-    options: dict[str, Any], variable: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+def test_an_accelerator_that_the_workers_get_is_accepted(
+    options: dict[str, Any], variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "1")
     make(DaskDDP(workers=WORKERS), **options)
-    assert not [each for each in recwarn if "accelerator" in str(each.message)]  # garbage may be warned of, too
+
+
+@pytest.mark.skipif(not HAS_ANNOTATIONS, reason="this flytekit's tasks have no annotations")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_pods_in_a_queue_of_kueue_are_admitted_together_and_a_wrong_number_is_refused(config: type) -> None:
+    queue, size = {"kueue.x-k8s.io/queue-name": "training"}, "kueue.x-k8s.io/pod-group-total-count"
+    workers = WorkerGroup(number_of_workers=3)
+
+    def of(in_template: dict[str, str], annotations: dict[str, str] | None = None, **options: Any) -> Any:
+        template = PodTemplate(pod_spec=V1PodSpec(containers=[]), labels=in_template, annotations=annotations)
+        return make(config(workers=workers), pod_template=template, **options).metadata.annotations
+
+    assert of(queue)[size] == of({}, labels=queue)[size] == "5"
+    assert size not in of({"team": "names"}) | of(queue, {size: "5"})  # the template's holds
+    with pytest.raises(ValueError, match=rf"{size}='6' must be '5', for 3 workers, the scheduler"):
+        of(queue, {size: "6"})
 
 
 def pod_template(env: list[V1EnvVar] | None = None) -> PodTemplate:

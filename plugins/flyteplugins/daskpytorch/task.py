@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ import flyte.report
 from flyte import Resources
 from flyte._internal.runtime.io import report_path
 from flyte._utils.asyncify import run_sync_in_thread
-from flyte.errors import NonRecoverableError, RuntimeSystemError
+from flyte.errors import GPUFaultSystemError, NonRecoverableError, RuntimeSystemError
 from flyte.extend import AsyncFunctionTaskTemplate, TaskPluginRegistry
 from flyteplugins.dask import Scheduler, WorkerGroup
 from flyteplugins.dask.task import DaskTask
@@ -51,6 +52,14 @@ PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preloa
 
 MAX_SYSTEM_RESTARTS = 3
 """Times that Flyte 2 restarts an attempt after failures of the infrastructure."""
+GPU_FAULTS = {
+    "GpuEccUncorrectable": r"uncorrectable (ECC error|memory errors \(ECC\))",
+    "GpuRowRemapPending": r"waits to be remapped",
+    "GpuFallenOffBus": r"GPU is lost|fallen off the bus|\bXid\b.{0,40}\b79\b",
+    "GpuNvlinkError": r"uncorrectable NVLink error",
+    "GpuXidError": r"could not be remapped|over nvlink or a hardware error",
+}
+"""Texts of a broken GPU's faults, by Flyte's code of the error. The last code stands for faults without their own."""
 _attempts: dict[tuple[str | None, str], Path] = {}
 """Folder with the newest checkpoints of each local task that has failed in this process, by run and action.
 
@@ -88,7 +97,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
         except in_ranks.INFRASTRUCTURE_ERRORS as error:
             if not may_start_again:  # a user error, which counts towards the task's retries
                 raise
-            raise RuntimeSystemError(type(error).__name__, str(error)) from error
+            raise _system_error(error) from error
         except Exception as error:
             gang_error = error if isinstance(error, GangError) else error.__cause__
             if isinstance(gang_error, GangError) and gang_error.is_repeated:
@@ -122,19 +131,34 @@ class _OnDask(DaskTask):  # type: ignore[misc]
     def __post_init__(self) -> None:
         super().__post_init__()
         self.env_vars: Any = {**self._cluster_settings(), **(self.env_vars or {})}
-        self._warn_of_gpus()
+        self._check_gpus()
+        template = self.pod_template
+        if isinstance(template, flyte.PodTemplate):
+            annotations, num_workers = template.annotations or {}, self.plugin_config.num_workers
+            group = in_ranks.pod_group(self.name, template.labels or {}, annotations, num_workers)
+            self.pod_template: Any = replace(template, annotations={**annotations, **group})
 
-    def _warn_of_gpus(self) -> None:
-        """Warn if `WorkerGroup` requests GPUs: Flyte 2's plugin for Dask does so by a name that Kubernetes refuses."""
+    def _check_gpus(self) -> None:
+        """Refuse a kind of GPU that workers would not get, and warn of GPUs by a name that Kubernetes refuses."""
         is_users = "ACTION_NAME" not in os.environ and "RANK" not in os.environ  # pods and ranks import the task again
-        if is_users and num_gpus(self.plugin_config.workers.resources):
-            warnings.warn(
-                f"{self.name}: Flyte 2's plugin for Dask, as of 2.0.43, asks for GPUs of WorkerGroup(resources=...) by "
-                "the name `gpu`, which Kubernetes refuses. Ask for them by the environment instead, whose resources "
-                "workers have that say nothing: flyte.TaskEnvironment(resources=flyte.Resources(gpu=...), "
-                "plugin_config=...(workers=WorkerGroup(number_of_workers=...), scheduler=Scheduler(resources=...)))",
-                stacklevel=2,
+        device = gpus_of(self.plugin_config.workers.resources)
+        if not is_users or device is None:
+            return
+        instead = (
+            "Ask for them by the environment instead, whose resources workers have that say nothing: "
+            f"flyte.TaskEnvironment(resources=flyte.Resources(gpu={gpu_name(device)!r}), plugin_config=...("
+            "workers=WorkerGroup(number_of_workers=...), scheduler=Scheduler(resources=...)))"
+        )
+        if device.device:
+            raise ValueError(
+                f"{self.name}: WorkerGroup(resources=...) asks for GPUs of the kind {device.device}, and Flyte 2 tells "
+                f"the cluster no kind of a worker group's GPUs. {instead}"
             )
+        warnings.warn(
+            f"{self.name}: Flyte 2's plugin for Dask, as of 2.0.43, asks for GPUs of WorkerGroup(resources=...) by "
+            f"the name `gpu`, which Kubernetes refuses. {instead}",
+            stacklevel=2,
+        )
 
     def _cluster_settings(self) -> Mapping[str, str]:
         return in_ranks.GANG_SETTINGS | PRELOAD
@@ -245,6 +269,15 @@ class DaskClusterTask(_Resumable, _OnDask):
             await run_sync_in_thread(opened.__exit__, None, None, None)
 
 
+def _system_error(error: GangError) -> RuntimeSystemError:
+    """Return Flyte's typed error for a broken GPU, by which callers tell it apart, or else a plain system error."""
+    cause = (error.cause or "") if error.kind == "lost" else ""
+    code = next((code for code, text in GPU_FAULTS.items() if re.search(text, cause, re.IGNORECASE)), None)
+    if code is None:
+        return RuntimeSystemError(type(error).__name__, str(error))
+    return GPUFaultSystemError(code, str(error))
+
+
 async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
     """Await a task's work. Meanwhile, SIGTERM ends the gangs after a checkpoint, and the task with a system error."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
@@ -266,9 +299,18 @@ async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def num_gpus(resources: Any) -> int:
+def gpus_of(resources: Any) -> Any:
     device = resources.get_device() if resources is not None else None
-    return device.quantity if device is not None and device.device_class == "GPU" else 0
+    return device if device is not None and device.device_class == "GPU" and device.quantity else None
+
+
+def gpu_name(device: Any) -> str | int:
+    return f"{device.device}:{device.quantity}" if device.device else int(device.quantity)
+
+
+def num_gpus(resources: Any) -> int:
+    device = gpus_of(resources)
+    return 0 if device is None else int(device.quantity)
 
 
 def _undisturbed(template: Any) -> Any:

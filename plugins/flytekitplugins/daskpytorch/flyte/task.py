@@ -8,7 +8,6 @@ import inspect
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -151,23 +150,26 @@ class _OnDask(DaskTask):  # type: ignore[misc]
     def __init__(
         self, task_config: Any, task_function: Callable[..., Any], settings: Mapping[str, str], **kwargs: Any
     ) -> None:
+        name, num_workers = f"{task_function.__module__}.{task_function.__name__}", task_config.num_workers
+        labels = {**_of_template(kwargs, "labels"), **(kwargs.get("labels") or {})}
+        annotations = {**_of_template(kwargs, "annotations"), **kwargs["annotations"]}
+        kwargs["annotations"] |= in_ranks.pod_group(name, labels, annotations, num_workers)
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         self._cluster_settings = settings
-        self._warn_of_accelerator()
+        self._check_accelerator()
 
-    def _warn_of_accelerator(self) -> None:
-        """Warn if Flyte would ignore the task's `accelerator`, so that Dask workers get GPUs of any kind."""
+    def _check_accelerator(self) -> None:
+        """Refuse an `accelerator` that Flyte would ignore, so that Dask workers would get GPUs of any kind."""
         workers, own = self.task_config.workers, self.resources
         has_gpus = [any(part and part.gpu for part in (each.requests, each.limits)) for each in (workers, own)]
         is_users = is_local() and "RANK" not in os.environ  # pods and ranks import the task again
         if is_users and self.accelerator is not None and has_gpus == [True, False] and self.pod_template is None:
             kind = self.accelerator.to_flyte_idl().device
-            warnings.warn(
+            raise ValueError(
                 f"{self.name}: accelerator={kind} does not reach the workers, which alone ask for GPUs: Flyte chooses "
                 "nodes by the task's own GPUs. Choose them for all pods instead, with the labels and taints of your "
                 "nodes: pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[], node_selector={...}, "
                 "tolerations=[...]))",
-                stacklevel=2,
             )
 
     def get_container(self, settings: SerializationSettings) -> Any:
@@ -307,8 +309,12 @@ def _annotations(given: Mapping[str, Any]) -> dict[str, str]:
     """
     # flytekit 1.16.0 and 1.16.1 have no annotations in the metadata
     own = given.get("annotations") or getattr(given.get("metadata"), "annotations", None) or {}
-    of_template = getattr(given.get("pod_template"), "annotations", None) or {}
+    of_template = _of_template(given, "annotations")
     return {name: value for name, value in in_ranks.UNDISTURBED.items() if name not in of_template} | dict(own)
+
+
+def _of_template(given: Mapping[str, Any], what: str) -> Mapping[str, str]:
+    return getattr(given.get("pod_template"), what, None) or {}
 
 
 def _is_local(ctx: FlyteContext) -> bool:

@@ -56,9 +56,29 @@ UNDISTURBED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpe
 A deleted job runner leaves the DaskJob running: dask-kubernetes (2026.3) does not see the end of a deleted pod.
 """
 
+QUEUE, GROUP_SIZE = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-total-count"
+"""Kueue's label for the queue of a pod, and its annotation for the number of pods that the queue admits together."""
+
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
+
+
+def pod_group(name: str, labels: Mapping[str, str], annotations: Mapping[str, str], num_workers: int) -> dict[str, str]:
+    """Return the annotation that Kueue needs to admit all pods of a Dask task together, unless the user gives it.
+
+    Raises:
+        ValueError: The user's annotation gives another number of pods than the task has.
+    """
+    if QUEUE not in labels:
+        return {}
+    num_pods = str(num_workers + 2)  # the scheduler, and the task's own
+    if (given := annotations.get(GROUP_SIZE, num_pods)) != num_pods:
+        raise ValueError(
+            f"{name}: the annotation {GROUP_SIZE}={given!r} must be {num_pods!r}, for {num_workers} workers, the "
+            "scheduler and the task's own pod, or Kueue admits none of them. Leave it out, and the task adds it"
+        )
+    return {} if GROUP_SIZE in annotations else {GROUP_SIZE: num_pods}
 
 
 class InRanks:
