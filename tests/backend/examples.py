@@ -24,7 +24,12 @@ from flytekitplugins.daskpytorch import (
 ON_GPUS = WorkerGroup(number_of_workers=2, limits=Resources(cpu="16", mem="64Gi", gpu="4"))
 
 
-@task(task_config=DaskDDP(workers=ON_GPUS, wandb=Wandb(project="pets")), shared_memory="16Gi", accelerator=A100)
+@task(
+    task_config=DaskDDP(workers=ON_GPUS, wandb=Wandb(project="pets")),
+    shared_memory="16Gi",
+    accelerator=A100,
+    pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[])),  # without one, the accelerator is refused
+)
 def gpus_of_workers() -> int:
     return current_rank().world_size
 
