@@ -52,6 +52,7 @@ COMMANDS = (
     ("s3.py",),
     ("checkpoints.py", "--only", "disk", "near"),
     ("arguments.py",),
+    ("compile_cache.py",),
     ("memory.py",),
     ("scale.py",),
 )

@@ -325,6 +325,11 @@ class Gang:
     failed or cancelled call, and starts afresh after a successful one. The log names the step and the folder. A second
     gang is refused while another one uses the same folder.
     """
+    compile_cache: str | None = None
+    """Storage for what `torch.compile` builds, which later ranks, gangs and machines load: a folder or an fsspec URL.
+
+    Debug mode leaves it out. None: torch's own folder on each machine.
+    """
     profile: Profile | None = None
     """Steps that `torch.profiler` records. None: no steps."""
     evaluate: Evaluate | None = None
@@ -364,6 +369,7 @@ class Gang:
             ),
             "key": checks.optional(checks.KEY),
             "checkpoint_uri": checks.optional(checks.uri),
+            "compile_cache": checks.optional(checks.uri),
             "observers": checks.tuple_of("classes of observers, or of functions that make one", callable),
         }
         problems = checks.Problems("Gang", self, rules)

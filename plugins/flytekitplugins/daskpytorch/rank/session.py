@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Located, Question
 from flytekitplugins.daskpytorch.rank import liveness, process_group, usage
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
+from flytekitplugins.daskpytorch.rank.compile_cache import CompileCache
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Profiler
 from flytekitplugins.daskpytorch.records import LogRecord
@@ -42,6 +43,7 @@ class Session:
         self._order = order
         self._link = link
         self._is_over = False
+        self._compiled = CompileCache(order, link.note)
         self.environment = dict(environment)
         self._read_so_far = system.read_so_far()
         self.prompt: Prompt | None = None
@@ -62,6 +64,7 @@ class Session:
     def at_work(self) -> Iterator[None]:
         link, order = self._link, self._order
         link.observers.call("on_begin")  # directly before the call: they see the same process state as the function
+        self._compiled.open()
         link.send(messages.Ready())
         link.ledger.begin()
         place = order.place
@@ -99,6 +102,7 @@ class Session:
         stays, with the rendezvous store and the observers. With NCCL, a rank waits for the others' ends: they may still
         read its GPU's memory. The driver asks such a rank for its collectives.
         """
+        self._compiled.close()
         link, order = self._link, self._order
         is_stopped = self.rank.stop_signal.has_fired
         self._is_over = not is_stopped and order.place.world_size > 1 and leaves_early(link)
