@@ -59,7 +59,7 @@ GPU_FAULTS = {
     "GpuNvlinkError": r"uncorrectable NVLink error",
     "GpuXidError": r"could not be remapped|over nvlink or a hardware error",
 }
-"""Texts of a broken GPU's faults, by Flyte's code of the error. The last code stands for faults without their own."""
+"""Texts of a broken GPU's faults, by Flyte's code. The last code stands for faults without their own."""
 _attempts: dict[tuple[str | None, str], Path] = {}
 """Folder with the newest checkpoints of each local task that has failed in this process, by run and action.
 
@@ -270,7 +270,6 @@ class DaskClusterTask(_Resumable, _OnDask):
 
 
 def _system_error(error: GangError) -> RuntimeSystemError:
-    """Return Flyte's typed error for a broken GPU, by which callers tell it apart, or else a plain system error."""
     cause = (error.cause or "") if error.kind == "lost" else ""
     code = next((code for code, text in GPU_FAULTS.items() if re.search(text, cause, re.IGNORECASE)), None)
     if code is None:

@@ -57,7 +57,6 @@ A deleted job runner leaves the DaskJob running: dask-kubernetes (2026.3) does n
 """
 
 QUEUE, GROUP_SIZE = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-total-count"
-"""Kueue's label for the queue of a pod, and its annotation for the number of pods that the queue admits together."""
 
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
 
@@ -65,11 +64,7 @@ ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 
 
 def pod_group(name: str, labels: Mapping[str, str], annotations: Mapping[str, str], num_workers: int) -> dict[str, str]:
-    """Return the annotation that Kueue needs to admit all pods of a Dask task together, unless the user gives it.
-
-    Raises:
-        ValueError: The user's annotation gives another number of pods than the task has.
-    """
+    """Return the annotation that Kueue needs to admit all pods of a task together, unless the user gives it."""
     if QUEUE not in labels:
         return {}
     num_pods = str(num_workers + 2)  # the scheduler, and the task's own
