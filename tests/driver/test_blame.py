@@ -491,6 +491,7 @@ LOSS = AttemptFailure(what="rank 0", cause="its worker was lost", position=(3, N
 NOWHERE = replace(ERROR, position=(None, 0))
 FINAL = replace(ERROR, is_final=True)
 RAISED = replace(ERROR, is_exception=True)
+SHORT = replace(RAISED, cause="killed for memory", kind="memory", adapts=True)
 ERRORS_USED_UP = "max_restarts=2 is used up by errors of the function"
 LOSSES_USED_UP = "max_restarts=2 is used up by losses of infrastructure"
 THE_SAME = "the same error came at the same step twice"
@@ -525,6 +526,17 @@ def at(step: int | None, moves: int | None = 0) -> AttemptFailure:
         (3, [], FINAL, "it is certain to come again"),
         (3, [LOSS], FINAL, "it is certain to come again"),
         (3, [], replace(RAISED, gets_further=True), None),
+        (1, [SHORT, SHORT], SHORT, None),  # at the same step, and without a checkpoint
+        (1, [SHORT, SHORT, SHORT], SHORT, "a limit of 3 is used up by lacks of memory"),
+        (1, [SHORT, LOSS, SHORT], ERROR, None),
+        (3, [ERROR, SHORT], ERROR, THE_SAME),
+        (0, [], SHORT, "max_restarts is 0"),
+        (
+            3,
+            [],
+            replace(SHORT, adapts=False),
+            "no checkpoint had been saved since the start, and the same steps would lead to the same error",
+        ),
     ],
 )
 def test_a_failure_is_forgiven_or_the_reason_is_said(

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from flytekitplugins.daskpytorch import RankContext, context, current_rank
-from flytekitplugins.daskpytorch.context import Link, Progress, StopSignal
+from flytekitplugins.daskpytorch.context import Attempt, Link, Progress, StopSignal
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import Logged
 
@@ -277,3 +277,25 @@ def test_numbers_and_texts_of_the_users_classes_travel_as_plain_ones(given: floa
     assert bare == plain
     assert type(bare) is type(plain)
     assert pickle.loads(pickle.dumps(bare)) == plain
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "expected"),
+    [
+        (32, [(32, 1), (16, 2), (8, 4), (4, 8)]),
+        (10, [(10, 1), (5, 2), (3, 4), (2, 5)]),
+        (7, [(7, 1), (4, 2), (2, 4), (1, 7)]),
+        (1, [(1, 1)] * 4),
+    ],
+)
+def test_micro_batches_halve_with_each_lack_of_memory(batch_size: int, expected: list[tuple[int, int]]) -> None:
+    ranks = [RankContext(attempt=Attempt(number, number)) for number in range(4)]
+    assert [rank.micro_batch(batch_size) for rank in ranks] == expected
+    assert [rank.attempt.after_memory for rank in ranks] == [0, 1, 2, 3]
+    assert [(size, len(torch.zeros(batch_size).split(size))) for size, _ in expected] == expected
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5, "8"])
+def test_a_batch_without_samples_is_refused(batch_size: Any) -> None:
+    with pytest.raises(ValueError, match=r"^micro_batch\(.*\): must be a whole number of samples, from 1 up"):
+        current_rank().micro_batch(batch_size)

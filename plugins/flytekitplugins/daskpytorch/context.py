@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -234,9 +235,32 @@ class Link:
         """Count the time of a `with` block under a field of `Goodput`, for example `evaluation`."""
         return contextlib.nullcontext()
 
+    def adapt(self, text: str) -> None:
+        """Tell the driver that the training adapts to a lack of memory, for rank 0 with the way as text."""
+
     def goodput(self) -> Goodput:
         """Return the account of the gang's time until now. Outside a gang, all are 0."""
         return Goodput()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The present attempt of the gang: `current_rank().attempt`."""
+
+    number: int = 0
+    """Restarts of the gang so far."""
+    num_after_memory: int = field(default=0, repr=False)
+    link: Link = field(default_factory=Link, repr=False)
+
+    @property
+    def after_memory(self) -> int:
+        """Restarts of the gang so far after a lack of memory.
+
+        A training that reads this number, or calls `micro_batch`, restarts up to three times after lacks of memory,
+        apart from `Gang(max_restarts=...)`.
+        """
+        self.link.adapt("")
+        return self.num_after_memory
 
 
 @dataclass
@@ -269,6 +293,7 @@ class RankContext:
     progress: Progress = field(default_factory=Progress, repr=False)
     link: Link = field(default_factory=Link, repr=False)
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
+    attempt: Attempt = field(default_factory=Attempt, repr=False)
     _num_logged: int = field(default=0, repr=False)
 
     @property
@@ -335,6 +360,24 @@ class RankContext:
         """
         return self.link.goodput()
 
+    def micro_batch(self, batch_size: int) -> tuple[int, int]:
+        """Return the size of a micro batch and their number, to accumulate the gradients of this rank's batch.
+
+        `(32, 1)` for 32 samples, after each restart for lack of memory half: `(16, 2)`, `(8, 4)`, `(4, 8)`.
+        `batch.split(size)` gives that many parts. The last one may be smaller: 3, 3, 3 and 1 of 10 samples.
+
+        Raises:
+            ValueError: `batch_size` is not a whole number from 1 up.
+        """
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"micro_batch({batch_size!r}): must be a whole number of samples, from 1 up")
+        size = math.ceil(batch_size / 2**self.attempt.num_after_memory)
+        count = math.ceil(batch_size / size)
+        self.link.adapt(
+            f"in attempt {self.attempt.number}: micro batches of {size}, {count} for a batch of {batch_size}"
+        )
+        return size, count
+
     def should_stop(self) -> bool:
         """Return True if the task or a worker is being stopped: the function has to save a checkpoint and return.
 
@@ -361,7 +404,10 @@ def current_rank() -> RankContext:
     pid, context = _current
     if pid == os.getpid():
         return context
-    return replace(context, checkpoint=Checkpoint(), progress=Progress(), link=Link(), stop_signal=StopSignal())
+    attempt, link = replace(context.attempt, link=Link()), Link()
+    return replace(
+        context, checkpoint=Checkpoint(), progress=Progress(), link=link, stop_signal=StopSignal(), attempt=attempt
+    )
 
 
 def enter(context: RankContext) -> None:

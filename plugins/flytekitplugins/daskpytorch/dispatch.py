@@ -297,7 +297,6 @@ def _check_without_client(problems: Problems, client: Client | None, gang: Gang 
 
 
 def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack) -> tuple[AgentLauncher, Gang]:
-    """Return the launcher of a gang's agents, which `undo` closes, and the settings with the ranks per worker."""
     if client is None:
         num_ranks = num_ranks_here(settings.ranks_per_worker, settings.backend)
         return OwnNode(), replace(settings, ranks_per_worker=num_ranks)

@@ -240,7 +240,8 @@ class Gang:
     max_restarts: int = 3
     """Maximum number of restarts of a failed gang, each from its newest checkpoint. 0: never restart.
 
-    Losses of infrastructure and errors of the function are counted apart, each up to this number. After an exception of
+    Losses of infrastructure and errors of the function are counted apart, each up to this number. Lacks of memory are
+    counted apart from both, up to three, if the function uses `RankContext.micro_batch`. After an exception of
     the function, the gang restarts under three conditions:
 
     - The attempt has saved a checkpoint.

@@ -151,7 +151,6 @@ class Bucket:
         raise type(failure)(f"{failure}. Tried {num_tries} times with timeout={self.access.timeout:g} s") from failure
 
     def _get(self, key: str) -> tuple[bytes, str]:
-        """Return an object's bytes and ETag, by obstore where that can read the key."""
         import obstore
 
         uri, client = f"s3://{self.name}/{key}", self._connected()

@@ -45,6 +45,7 @@ class Attempt:
     hang: tuple[int, str] | None = None
     """The rank that holds up the gang, and the report."""
     has_progressed: bool = False
+    adapts: bool = False
     has_stopped_early: bool = False
     stop_at: float | None = None
     """Time to stop all ranks: end of the search for a failure's cause, or of the wait for exits."""

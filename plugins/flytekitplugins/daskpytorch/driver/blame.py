@@ -11,6 +11,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, with
 from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 REPEATED = "the same error came at the same step twice"
+MAX_AFTER_MEMORY = 3
 NO_RESTARTS = "max_restarts is 0"
 STATE_IS_GONE = "a gang that stays loses with one rank what its ranks keep: begin a new gang, and keep everything again"
 
@@ -174,6 +175,7 @@ class AttemptFailure:
     is_late: bool = False
     """True if all ranks had come to the end of their program before."""
     is_quit: bool = False
+    adapts: bool = False
     gets_further: bool = False
     """The next attempt may go differently: a checkpoint was saved or is in transit, or ranks were asked to stop."""
 
@@ -184,6 +186,7 @@ class AttemptFailure:
         *,
         gets_further: bool,
         has_delivered: bool = False,
+        adapts: bool = False,
         newest_step: int | None = None,
     ) -> Self:
         """Summarise an attempt.
@@ -205,8 +208,15 @@ class AttemptFailure:
             is_final=bool(root_failure.left_by) or (failure.is_final if failure is not None else is_late),
             is_late=is_late,
             is_quit=failure is not None and failure.type_name == BdbQuit.__name__,
+            adapts=adapts and kind_of(root_failure) == "memory",
             gets_further=gets_further,
         )
+
+    @property
+    def budget(self) -> str:
+        if self.adapts:
+            return "lacks of memory"
+        return "losses of infrastructure" if self.is_infrastructure else "errors of the function"
 
 
 @dataclass
@@ -216,20 +226,18 @@ class FailurePolicy:
     failures: list[AttemptFailure] = field(default_factory=list)
 
     def refusal(self, failure: AttemptFailure) -> str | None:
-        alike = [earlier for earlier in self.failures if earlier.is_infrastructure == failure.is_infrastructure]
+        alike = [earlier for earlier in self.failures if earlier.budget == failure.budget]
         if self.limit == 0:
             return self.without
         if failure.is_final:
             why = "all ranks had come to the end of their program" if failure.is_late else "it is certain to come again"
             return "its debugger was told to quit" if failure.is_quit else why
-        if not failure.is_infrastructure and alike and _is_same(alike[-1], failure):
+        if not (failure.is_infrastructure or failure.adapts) and alike and _is_same(alike[-1], failure):
             return REPEATED
-        if failure.is_exception and not failure.gets_further:
+        if failure.is_exception and not (failure.gets_further or failure.adapts):
             return "no checkpoint had been saved since the start, and the same steps would lead to the same error"
-        if len(alike) >= self.limit:
-            kind = "losses of infrastructure" if failure.is_infrastructure else "errors of the function"
-            return f"max_restarts={self.limit} is used up by {kind}"
-        return None
+        limit, name = (MAX_AFTER_MEMORY, "a limit of ") if failure.adapts else (self.limit, "max_restarts=")
+        return f"{name}{limit} is used up by {failure.budget}" if len(alike) >= limit else None
 
     def note(self, failure: AttemptFailure) -> None:
         self.failures.append(failure)

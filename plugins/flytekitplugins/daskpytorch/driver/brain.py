@@ -334,6 +334,7 @@ class Brain:
         if trace and failure.cause not in {each.cause for each in self._policy.failures}:
             self._observers.note(f"rank {root_failure.rank} raised\n{trace}")
         self._policy.note(failure)
+        self._state.num_after_memory += failure.kind == "memory"
         self._agents.faulty_gpus |= attempt.faulty_gpus
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})", failure.kind
 
@@ -349,7 +350,8 @@ class Brain:
         is_on_its_way = self._state.blocks(Moment.RESTART) or self._state.stop_request is not None
         gets_further = attempt.has_progressed or is_on_its_way
         root, step = attempt.root_failure(), self._state.newest_step()
-        return AttemptFailure.of(root, gets_further=gets_further, has_delivered=attempt.has_delivered, newest_step=step)
+        has, adapts = attempt.has_delivered, attempt.adapts
+        return AttemptFailure.of(root, gets_further=gets_further, has_delivered=has, adapts=adapts, newest_step=step)
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         reason = SCHEDULER_LOST if request.is_workers and self._state.has_lost_scheduler else request.reason

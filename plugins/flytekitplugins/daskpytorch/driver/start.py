@@ -48,6 +48,7 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
     return Job(
         gang=state.id,
         attempt=number,
+        num_after_memory=state.num_after_memory,
         call=request.call,
         large=request.large.address if request.large is not None else None,
         pass_local_rank=request.pass_local_rank,

@@ -96,6 +96,7 @@ SCHEDULER_LOST = "the Dask scheduler was lost"
 
 class GangState:
     number = 0
+    num_after_memory = 0
     attempt: Attempt | None = None
     is_training = False
     """True while the ranks of the attempt are neither told to stop nor all ended."""
@@ -302,10 +303,8 @@ class GangState:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
                 self.observers.tell(journal.Logged(record=report))
-            case messages.Noted(text, ""):
-                self.observers.note(f"rank {rank} {text}")
-            case messages.Noted(text, hint):
-                self.observers.hint(hint, f"rank {rank} {text}")
+            case messages.Noted():
+                self._take_note(attempt, rank, report)
             case ReceivedPiece():
                 self.received.add(report)
             case messages.Ready():
@@ -320,6 +319,13 @@ class GangState:
         key = report.question if isinstance(report, Ask) else type(report)
         if (part := self._takers.get(key)) is not None:
             part.take(peer, attempt, rank, report)
+
+    def _take_note(self, attempt: Attempt, rank: int, noted: messages.Noted) -> None:
+        attempt.adapts |= noted.adapts
+        if noted.hint:
+            self.observers.hint(noted.hint, f"rank {rank} {noted.text}")
+        elif noted.text:
+            self.observers.note(f"rank {rank} {noted.text}")
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
         attempt.note_ready(rank)

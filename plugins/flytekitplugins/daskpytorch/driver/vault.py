@@ -256,7 +256,6 @@ class Vault:
         return waiting[0] if waiting else None
 
     def _listed(self) -> list[CheckpointEntry]:
-        """Return the whole checkpoints for the next manifest, the newest first."""
         stored = [whole.file for whole in self._whole.values() if whole.folder is not None]
         listed = [(file, self._whole[file.name].folder) for file in reversed(self._retained(stored))]
         return [replace(file, folder=None if folder == self.own else folder) for file, folder in listed]

@@ -296,7 +296,6 @@ def _is_installed(file: str) -> bool:
 
 
 def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
-    """Return a module's import folder, and its path below, or None for a module that is not sent."""
     attributes = attributes_of(module)
     name, file = _imported_as(attributes), attributes.get("__file__")
     if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):

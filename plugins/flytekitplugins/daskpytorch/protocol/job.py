@@ -33,6 +33,7 @@ Key = str | tuple[Any, ...]
 class Job:
     gang: str
     attempt: int
+    num_after_memory: int = 0
     call: bytes | None
     """Empty if `large` has the call, None if the ranks stay and get calls."""
     large: Address | None = None

@@ -137,6 +137,8 @@ class Spent:
 class Noted:
     text: str
     hint: str = ""
+    adapts: bool = False
+    """After a lack of memory, the next attempt takes less."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ INTERVAL = 0.2
 """Seconds that a log record of rank 0 waits at most. A killed rank loses its waiting records."""
 INTERVAL_OF_OTHERS = 1.0
 MAX_MESSAGES = 500
+MAX_ADAPTED = 8
 MAX_WAITING = 1 << 10
 """Records at which the logging thread sends all itself, and so waits for the agent."""
 
@@ -113,6 +114,7 @@ class GangLink(Link):
         self._answers: dict[tuple[Question, int], Future[Answer]] = {}
         self._num_asked: Counter[Question] = Counter()
         self._hinted: set[str] = set()
+        self._adapted: set[str] = set()
         self.has_delivered = False
         self.has_failed = False
         self.has_reported = False
@@ -158,6 +160,12 @@ class GangLink(Link):
 
     def spending(self, part: str) -> contextlib.AbstractContextManager[None]:
         return self.ledger.spending(part)
+
+    def adapt(self, text: str) -> None:
+        said = text if self._is_main else ""
+        if said not in self._adapted and len(self._adapted) < MAX_ADAPTED:
+            self._adapted.add(said)
+            self.send(messages.Noted(said, adapts=True))
 
     def goodput(self) -> Goodput:
         self.send(messages.Spent(self.ledger.seconds()))

@@ -210,7 +210,6 @@ def _save(data: torch.Tensor | io.BytesIO, stream: Any) -> None:
 
 
 def _divided(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Divide items among objects of about equal size, the largest items first."""
     sizes = {item.index: _size(item) for item in items}
     size = sum(sizes.values())
     num_parts = max(1, min(NUM_WRITERS, size // SMALL_PART), size // LARGE_PART)

@@ -209,5 +209,4 @@ def _new_study(settings: EarlyStopping) -> optuna.Study:
 
 
 def _is_last(record: LogRecord) -> bool:
-    """True for the training's last step: stopping then would only lose the result."""
     return record.num_steps is not None and record.step + 1 >= record.num_steps

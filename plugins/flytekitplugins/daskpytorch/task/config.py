@@ -77,7 +77,6 @@ class Config(metaclass=ConfigClass):
                 host.add(cls, host.task_types[base])
 
     def _check_kinds(self, kinds: Mapping[str, Rule]) -> None:
-        """Check the classes of the fields' values, before other rules read the values."""
         Problems(type(self).__name__, self, kinds).raise_any()
 
 
