@@ -380,7 +380,6 @@ def _plain(value: Any) -> Any:
 
 
 def _bare(value: float | str) -> float | str:
-    """Return a plain number or string, also for an instance of a subclass."""
     if type(value) in (int, float, bool, str):
         return value
     if isinstance(value, str):

@@ -102,7 +102,6 @@ def split_by_class(
 
 
 def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
-    """Note in `is_held_out` which contents of one class are held out. Items of equal content stay together."""
     wanted = round(held_out * sum(map(len, equal_items.values())))
     wanted -= sum(len(indices) for content, indices in equal_items.items() if is_held_out.get(content))
     # Hashes in place of random numbers: items that are added to a class later move few others to the other side.

@@ -96,7 +96,6 @@ def _variables(wandb: Wandb) -> dict[str, str]:
 
 
 def _settings_files() -> dict[str, str]:
-    """Return what `wandb login --host`, `wandb offline` and `wandb disabled` have stored, by names of variables."""
     files = configparser.ConfigParser(interpolation=None)
     files.read_dict({"default": {}})
     folder = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")

@@ -163,7 +163,6 @@ class Committer:
         self._say(Committed(entry))
 
     def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
-        """Remove saves that the manifest does not name, if `is_over` says that no rank writes them any more."""
         if self.vault.is_in_doubt:  # storage may hold the new or the old manifest: a later removal will know
             return
         named = {entry.name for entry in self.vault.sharded}
@@ -173,7 +172,6 @@ class Committer:
                     self.files.remove(f"{base}/{name}", is_object)
 
     def _saves(self, base: str) -> Iterator[tuple[str, tuple[int, int], str]]:
-        """Yield each save below `base`: its path, (attempt number, save number), and its driver's nonce."""
         for step in self.files.folders(base):
             for save in self.files.folders(f"{base}/{step}"):
                 if (found := save_of(name := f"{step}/{save}")) is not None:

@@ -122,7 +122,6 @@ class Server:
         return call
 
     def _forget(self, number: int) -> None:
-        """Free a kept value, also where a call's pickle has bound it to a name of `__main__`."""
         value, main = values.pop(number, None), vars(sys.modules["__main__"])
         for name in list(self._bound):
             if main.get(name, self) is value:

@@ -103,7 +103,6 @@ class Transfers:
 
     @contextlib.contextmanager
     def _once_a_node(self) -> Iterator[None]:
-        """Let one rank of the node at a time look for a file, and download it."""
         lock = os.open(self._scratch / "downloads.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             with contextlib.suppress(OSError):  # without locks, each rank may download the file

@@ -149,7 +149,6 @@ def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, KeptModel]]:
 
 
 def _pickled(value: Any) -> bytes:
-    """Return a value's pickle, with classes by reference if possible, else by value."""
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
