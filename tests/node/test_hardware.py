@@ -143,3 +143,58 @@ def test_gpus_have_uuids_and_instances_their_own(machine: Machine, monkeypatch: 
 def test_torch_without_cuda_finds_none_and_nobody_minds_who_asked_for_none(machine: Machine) -> None:
     machine()
     assert hardware.gpus_here().names == {}
+
+
+# ---- AMD
+
+
+@pytest.fixture
+def amd(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Make this machine one with AMD's driver and such devices (processor cores, units of a GPU)."""
+
+    def make(question: str, *devices: tuple[int, int]) -> None:
+        machine(question, has_driver=False)
+        for number, (num_cores, num_units) in enumerate(devices):
+            (tmp_path / f"nodes/{number}").mkdir(parents=True)
+            (tmp_path / f"nodes/{number}/properties").write_text(
+                f"cpu_cores_count {num_cores}\nsimd_count {num_units}\nmem_banks_count 1\n"
+            )
+        (tmp_path / "kfd").touch()
+        monkeypatch.setattr(hardware, "AMD_DRIVER", tmp_path / "kfd")
+        monkeypatch.setattr(hardware, "AMD_DEVICES", tmp_path / "nodes")
+        for variable in hardware.AMD_VARIABLES:
+            monkeypatch.delenv(variable, raising=False)
+
+    return make
+
+
+NO_CUDA = answer(problem="AssertionError: Torch not compiled with CUDA enabled")
+PROCESSOR, CARD, GRAPHICS_OF_PROCESSOR = (16, 0), (0, 304), (8, 24)
+
+
+@pytest.mark.parametrize("variable", [None, "HIP_VISIBLE_DEVICES"])
+def test_amd_gpus_that_torch_does_not_know_are_not_left_idle_in_silence(
+    amd: Callable[..., None], monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    amd(NO_CUDA, PROCESSOR, CARD, CARD)
+    if variable is not None:
+        monkeypatch.setenv(variable, "-1")
+        assert hardware.require_gpus(0, "w").names == {}
+        return
+    with pytest.raises(
+        GangStartError, match=r"\(worker w\) has 2 AMD GPUs, of which torch .* finds none \(torch says: Ass"
+    ):
+        hardware.require_gpus(0, "w")
+
+
+def test_graphics_of_a_processor_are_no_gpu_for_training(amd: Callable[..., None]) -> None:
+    amd("raise ValueError('torch is not asked')", GRAPHICS_OF_PROCESSOR)
+    assert hardware.require_gpus(0, "w").names == {}
+
+
+def test_torch_for_rocm_counts_its_gpus_by_hips_variable(
+    amd: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amd(answer("a", "b"), PROCESSOR, CARD, CARD)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,6")
+    assert hardware.require_gpus(0, "w") == hardware.FoundGpus({"4": "Test GPU", "6": "Test GPU"}, ("a", "b"))

@@ -54,6 +54,12 @@ def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> 
     assert "OPENBLAS_NUM_THREADS" not in found
 
 
+def test_amds_variable_names_the_ranks_gpu_where_it_is_set() -> None:
+    assert "HIP_VISIBLE_DEVICES" not in variables({}, WITH_GPUS)
+    assert variables({"HIP_VISIBLE_DEVICES": "4,5,6"}, WITH_GPUS, local_rank=1)["HIP_VISIBLE_DEVICES"] == "5"
+    assert variables({"HIP_VISIBLE_DEVICES": "-1"})["HIP_VISIBLE_DEVICES"] == "-1"
+
+
 def test_threads_that_the_task_asks_for_win() -> None:
     found = variables({"OMP_NUM_THREADS": "1"}, environment={"OMP_NUM_THREADS": "3", "RANK": "9"})
     assert (found["OMP_NUM_THREADS"], found["RANK"]) == ("3", "0")

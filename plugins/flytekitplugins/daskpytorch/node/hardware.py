@@ -22,6 +22,9 @@ from flytekitplugins.daskpytorch.protocol.placement import Node
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+AMD_DRIVER, AMD_DEVICES = Path("/dev/kfd"), Path("/sys/class/kfd/kfd/topology/nodes")
+AMD_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""Each hides GPUs from a process. HIP, for which torch's names say CUDA, reads the third where the first is missing."""
 LOOK_TIMEOUT = 60.0
 """Seconds to import torch and count the GPUs. A broken GPU driver may never answer."""
 DRIVER_TIMEOUT = 10.0
@@ -110,14 +113,22 @@ def _memory_records() -> Iterator[Path]:
     yield CONTROL_GROUPS / "memory.events"
 
 
+def num_amd_gpus() -> int:
+    """Count AMD GPUs that have cards of their own: those inside a processor, as in laptops, do not count."""
+    if not os.access(AMD_DRIVER, os.R_OK | os.W_OK):
+        return 0
+    devices = [dict(map(str.split, file.read_text().splitlines())) for file in AMD_DEVICES.glob("*/properties")]
+    return sum(int(each["simd_count"]) > 0 and int(each["cpu_cores_count"]) == 0 for each in devices)
+
+
 def gpus_here() -> FoundGpus:
-    if not any(file.exists() for file in DRIVER_FILES):
+    if not num_amd_gpus() and not any(file.exists() for file in DRIVER_FILES):
         return FoundGpus(problem=f"there is no {DRIVER_FILES[0]}, so no GPU driver reaches this process")
     try:
         return _look()
     except _LookError as error:
         _logger.warning(
-            "GPUs could not be counted on host %s: %s. Ranks there get no GPU. Check nvidia-smi and the GPU driver",
+            "GPUs could not be counted on host %s: %s. Ranks there get no GPU. Check the GPU driver, as by nvidia-smi",
             socket.gethostname(),
             error,
         )
@@ -141,7 +152,8 @@ def _look() -> FoundGpus:
     found, problem = json.loads(said.rpartition("\n")[2])
     if problem:
         raise _LookError(f"torch says: {problem}")
-    listed = _listed("CUDA_VISIBLE_DEVICES")
+    listed = _listed("HIP_VISIBLE_DEVICES") if num_amd_gpus() else []
+    listed = listed or _listed("CUDA_VISIBLE_DEVICES")
     instances = [gpu for gpu in _listed("NVIDIA_VISIBLE_DEVICES") if gpu.startswith("MIG-")]
     if found and not listed and len(instances) > len(found):  # CUDA shows only one MIG instance to a process
         listed, found = instances, [found[0]] * len(instances)
@@ -157,6 +169,8 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
     A longer list in `NVIDIA_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES` counts instead of the limit `num_gpus`.
     """
     found = gpus_here()
+    if not found.names and num_amd_gpus() and not any(variable in os.environ for variable in AMD_VARIABLES):
+        raise _amd_without_torch(found.problem, worker)
     asked = {"the limits": num_gpus}
     for variable in ASKING_VARIABLES:
         # CUDA_VISIBLE_DEVICES has no meaning on a machine without a GPU driver.
@@ -176,6 +190,17 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
         "Drain this one if nvidia-smi fails there.",
         worker=worker,
         host=socket.gethostname(),
+    )
+
+
+def _amd_without_torch(problem: str, worker: str) -> GangStartError:
+    host = socket.gethostname()
+    return GangStartError(
+        f"host {host} (worker {worker}) has {num_amd_gpus()} AMD GPUs, of which torch {version('torch')} finds none "
+        f"({problem or 'without an error'}): the ranks would train on the CPU. Install torch's build for ROCm "
+        "(https://pytorch.org/get-started/locally), or set HIP_VISIBLE_DEVICES=-1 for this worker to train on the CPU.",
+        worker=worker,
+        host=host,
     )
 
 

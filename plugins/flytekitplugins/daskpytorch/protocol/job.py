@@ -128,6 +128,8 @@ def environment(
         "TORCHELASTIC_ERROR_FILE": str(scratch / f"error-{place.local_rank}.json"),
         "CUDA_VISIBLE_DEVICES": ",".join(place.visible_gpus),
     }
+    if "HIP_VISIBLE_DEVICES" in env and place.visible_gpus:  # AMD's, which would win
+        env["HIP_VISIBLE_DEVICES"] = env["CUDA_VISIBLE_DEVICES"]
     env.setdefault("OMP_NUM_THREADS", str(place.num_threads))
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the older name of the variable
