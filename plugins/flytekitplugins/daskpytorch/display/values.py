@@ -55,7 +55,6 @@ def _cell_or_line(value: Any) -> str:
 
 
 def _cell(value: Any, depth: int) -> str:
-    """Return a value as HTML. Empty for types without a short form, such as files. Secrets must be hidden already."""
     if isinstance(value, str):
         is_short = len(value) <= MAX_SHORT and "\n" not in value
         whole = element("pre", text_of(value), "dpt-pre")
@@ -70,7 +69,6 @@ def _cell(value: Any, depth: int) -> str:
 
 
 def _line(value: Any) -> object | None:
-    """Return a plain value itself, or the size of an array or model. None for values that need a table."""
     if value is None or isinstance(value, (bool, int, float, *PLAIN)):
         return str(value) if value is None or isinstance(value, PLAIN) else value
     if isinstance(value, enum.Enum):
