@@ -213,7 +213,6 @@ def run(
 
 
 def _is_same_file(*streams: IO[str] | None) -> bool:
-    """Return True if the streams write to one file or terminal. False if one of them is closed."""
     try:
         one, other = (os.fstat(stream.fileno()) for stream in streams if stream is not None)
     except (OSError, ValueError):

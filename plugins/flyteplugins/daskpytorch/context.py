@@ -228,7 +228,6 @@ class Flyte2Rank:
 
 
 def _event_loop() -> Any:
-    """Return the event loop in which Flyte 2 runs its functions: a single object for all of them."""
     return syncify._bg_loop  # noqa: SLF001 - flyte 2.12
 
 

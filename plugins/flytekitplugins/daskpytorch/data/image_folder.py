@@ -141,7 +141,6 @@ def _check_size(picture: Image, max_pixels: int) -> None:
 
 
 def _shrink(picture: ImageFile, min_side: int) -> bool:
-    """Let PIL decode a JPEG at a smaller size with no side below `min_side`. Return False if PIL cannot."""
     whole = picture.size
     picture.draft(None, (min_side, min_side))
     return picture.size != whole

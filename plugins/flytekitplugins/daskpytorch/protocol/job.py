@@ -142,7 +142,6 @@ def environment(
 
 
 def _own_store() -> tuple[str, int]:
-    """Return a free local address, where the only rank of a gang may open a store for itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return "127.0.0.1", server.getsockname()[1]
 

@@ -84,7 +84,6 @@ def module_of(name: str, *args: object) -> Script:
 
 
 def _specs_of(name: str) -> list[ModuleSpec | None]:
-    """Return the specs of a module's parts and of a package's `__main__`, without an import. A missing part is None."""
     top, *inner = name.split(".")
     specs = [importlib.util.find_spec(top)]
     for part in inner:

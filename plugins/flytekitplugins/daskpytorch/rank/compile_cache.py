@@ -157,7 +157,6 @@ def _digest(data: bytes) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Let one rank of the node in at a time. True: an earlier one has done the work."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):  # without locks, each rank may fetch the files

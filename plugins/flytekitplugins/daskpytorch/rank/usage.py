@@ -201,7 +201,6 @@ class Gauge:
 
 
 def _of_gpu(index: int, uuid: str) -> tuple[int | None, float | None]:
-    """Return used bytes, and utilisation from 0 to 1. None: unknown, or this process has not initialised CUDA."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

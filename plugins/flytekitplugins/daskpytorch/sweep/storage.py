@@ -191,7 +191,6 @@ def _told(name: str, value: Any) -> str:
 
 
 def _are_equal(kept: Any, mine: Any) -> bool:
-    """Return True if values are equal by `==` or by Dask's tokens. Arrays and many classes have no usable `==`."""
     try:
         if bool(kept == mine):
             return True
