@@ -14,8 +14,8 @@ from flytekitplugins.daskpytorch.protocol.failure import RankExit
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
 
-LOOK_INTERVAL = 5.0
-"""Seconds between two questions for the ranks' collectives, and the shortest wait that ends an attempt."""
+LOOK_INTERVAL, MAX_INTERVAL = 5.0, 40.0
+"""Seconds between two questions for the ranks' collectives: twice as many after each one without a proof."""
 ANSWER_LIMIT = 2 * LOOK_INTERVAL
 """Seconds after which a look without all answers is given up: a rank inside C code cannot answer."""
 
@@ -33,6 +33,7 @@ class ReturnedWatch(Part):
     def begin(self, attempt: Attempt) -> None:
         self._look: Answers | None = None
         self._next_at: float | None = None
+        self._interval = LOOK_INTERVAL
         self._proof: AwaitsReturned | None = None
         self._ended_by = ""
         explain = attempt.explain
@@ -54,8 +55,9 @@ class ReturnedWatch(Part):
         return self._next_at if attempt.running else None
 
     def _is_proven(self, attempt: Attempt, look: Answers) -> bool:
-        self._look, self._next_at = None, attempt.clock() + LOOK_INTERVAL
         before, self._proof = self._proof, awaits_returned(look, attempt.running)
+        self._interval = min(2 * self._interval, MAX_INTERVAL) if self._proof is None else LOOK_INTERVAL
+        self._look, self._next_at = None, attempt.clock() + self._interval
         if self._proof is None or self._proof != before:
             return False
         self._ended_by = self._proof.what
