@@ -1,7 +1,9 @@
 """A node finds its cores, memory, network interfaces and GPUs."""
 
 import asyncio
+import errno
 import ipaddress
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -190,6 +192,22 @@ def test_amd_gpus_that_torch_does_not_know_are_not_left_idle_in_silence(
 def test_graphics_of_a_processor_are_no_gpu_for_training(amd: Callable[..., None]) -> None:
     amd("raise ValueError('torch is not asked')", GRAPHICS_OF_PROCESSOR)
     assert hardware.require_gpus(0, "w").names == {}
+
+
+def test_a_container_with_some_of_the_hosts_amd_gpus_counts_its_own(
+    amd: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses the properties of the others: `node_show` in amdkfd returns EPERM."""
+    amd(NO_CUDA, PROCESSOR, CARD, CARD)
+    read = Path.read_text
+
+    def read_own(path: Path) -> str:
+        if path.parent.name == "1":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", read_own)
+    assert hardware.num_amd_gpus() == 1
 
 
 def test_torch_for_rocm_counts_its_gpus_by_hips_variable(

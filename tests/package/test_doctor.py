@@ -29,6 +29,16 @@ def test_a_driver_whose_gpus_torch_does_not_find_is_a_warning(monkeypatch: pytes
     assert "CUDA_VISIBLE_DEVICES=''" in finding.advice
 
 
+def test_amd_gpus_that_torch_does_not_know_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "num_amd_gpus", lambda: 2)
+    monkeypatch.setattr(hardware, "gpus_here", lambda: hardware.FoundGpus(problem="torch says: no"))
+    for variable in hardware.AMD_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    finding = found_by_the_doctor("GPUs")
+    assert finding.verdict == "problem"
+    assert "HIP_VISIBLE_DEVICES=-1" in finding.value
+
+
 def test_gpus_are_listed_and_a_machine_without_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "gpus_here", lambda: hardware.FoundGpus({"0": "NVIDIA H200", "1": "NVIDIA L4"}))
     assert found_by_the_doctor("GPUs") == Finding("GPUs", "0: NVIDIA H200; 1: NVIDIA L4")

@@ -122,10 +122,10 @@ def _versions() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     from flytekitplugins.daskpytorch.node import hardware
 
-    gpus = hardware.gpus_here()
+    gpus = hardware.require_gpus(0, platform.node())
     if gpus.names:
         yield Finding("GPUs", "; ".join(f"{index}: {name}" for index, name in gpus.names.items()))
-    elif not any(file.exists() for file in hardware.DRIVER_FILES):
+    elif not hardware.has_driver():
         yield Finding("GPUs", "none; ranks train on the CPU")
     else:
         advice = (

@@ -117,12 +117,23 @@ def num_amd_gpus() -> int:
     """Count AMD GPUs that have cards of their own: those inside a processor, as in laptops, do not count."""
     if not os.access(AMD_DRIVER, os.R_OK | os.W_OK):
         return 0
-    devices = [dict(map(str.split, file.read_text().splitlines())) for file in AMD_DEVICES.glob("*/properties")]
-    return sum(int(each["simd_count"]) > 0 and int(each["cpu_cores_count"]) == 0 for each in devices)
+    return sum(map(_is_card, AMD_DEVICES.glob("*/properties")))
+
+
+def _is_card(properties: Path) -> bool:
+    try:
+        values = dict(map(str.split, properties.read_text().splitlines()))
+    except OSError:  # the kernel refuses a container the properties of GPUs that it has not got (EPERM)
+        return False
+    return int(values["simd_count"]) > 0 and int(values["cpu_cores_count"]) == 0
+
+
+def has_driver() -> bool:
+    return num_amd_gpus() > 0 or any(file.exists() for file in DRIVER_FILES)
 
 
 def gpus_here() -> FoundGpus:
-    if not num_amd_gpus() and not any(file.exists() for file in DRIVER_FILES):
+    if not has_driver():
         return FoundGpus(problem=f"there is no {DRIVER_FILES[0]}, so no GPU driver reaches this process")
     try:
         return _look()
