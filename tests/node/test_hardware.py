@@ -174,6 +174,15 @@ NO_CUDA = answer(problem="AssertionError: Torch not compiled with CUDA enabled")
 PROCESSOR, CARD, GRAPHICS_OF_PROCESSOR = (16, 0), (0, 304), (8, 24)
 
 
+def test_a_schedulers_list_of_amd_gpus_does_not_hide_them(
+    amd: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amd(NO_CUDA, PROCESSOR, CARD, CARD)
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")  # as by Slurm
+    with pytest.raises(GangStartError, match="has 2 AMD GPUs"):
+        hardware.require_gpus(0, "w")
+
+
 @pytest.mark.parametrize("variable", [None, "HIP_VISIBLE_DEVICES"])
 def test_amd_gpus_that_torch_does_not_know_are_not_left_idle_in_silence(
     amd: Callable[..., None], monkeypatch: pytest.MonkeyPatch, variable: str | None

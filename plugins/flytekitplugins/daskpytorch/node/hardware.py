@@ -180,7 +180,8 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
     A longer list in `NVIDIA_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES` counts instead of the limit `num_gpus`.
     """
     found = gpus_here()
-    if not found.names and num_amd_gpus() and not any(variable in os.environ for variable in AMD_VARIABLES):
+    are_hidden = any(variable in os.environ and not _listed(variable) for variable in AMD_VARIABLES)
+    if not found.names and num_amd_gpus() and not are_hidden:
         raise _amd_without_torch(found.problem, worker)
     asked = {"the limits": num_gpus}
     for variable in ASKING_VARIABLES:
