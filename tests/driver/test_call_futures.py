@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Asked:
             end=lambda: self.ended.append("ended"),
             keep=None,
         )
-        call = StayingCall(number=number, name="f", call=b"", settle=lambda _: None)
+        call = StayingCall(number=number, name="f", call=b"", settle=partial(self.pending.settle, number))
         self.pending.futures[number] = (futures, call)
         return futures
 

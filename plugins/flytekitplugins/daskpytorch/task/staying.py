@@ -100,18 +100,12 @@ class CallFutures(Logged, GangFutures):
         self._cause, self._keep = outcome.cause, None
         for rank, future in reversed(list(enumerate(self._futures))):
             with _settled(future):
-                if outcome.is_interrupted:
-                    future.set_exception(CancelledError("the call was cancelled"))
+                if outcome.end is not None:
+                    future.set_exception(outcome.end)
                 elif rank in outcome.errors:
                     future.set_exception(outcome.errors[rank])
                 else:
                     future.load(rank, outcome.values[rank])
-
-    def fail(self, error: BaseException) -> None:
-        self._keep = None
-        for future in reversed(self._futures):
-            with _settled(future):
-                future.set_exception(error)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -145,11 +139,8 @@ class _Pending(Observer):
         """Fail all calls that have not ended. `error` is None if the gang was closed."""
         with self.lock:
             self.end = error = error or CancelledError("the gang was closed")
-            left, self.futures = self.futures, {}
-        for futures, call in left.values():
-            if call.large is not None:
-                call.large.close()
-            futures.fail(error)
+        for _, call in list(self.futures.values()):
+            call.finish(Outcome(end=error))
         self.has_formed.set()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,8 @@ class Outcome:
     values: Mapping[int, Callable[[], Any]] = field(default_factory=dict)
     errors: Mapping[int, Exception] = field(default_factory=dict)
     cause: int | None = None
-    is_interrupted: bool = False
+    end: BaseException | None = None
+    """Error of all ranks' futures: the call was cancelled, or the gang has ended before the call."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,6 +63,11 @@ class StayingCall:
     told: Answers | None = None
     compare_by: float = 0.0
     leave_by: float | None = None
+
+    def finish(self, outcome: Outcome) -> None:
+        if self.large is not None:
+            self.large.close()
+        self.settle(outcome)
 
 
 class Calls(Part):
@@ -108,7 +115,7 @@ class Calls(Part):
             call.is_interrupted = True
         elif call in self._waiting:
             self._waiting.remove(call)
-            self._settle(call, Outcome(is_interrupted=True))
+            call.finish(Outcome(end=_cancelled()))
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         call = self.current
@@ -194,13 +201,12 @@ class Calls(Part):
         attempt.survived.clear()  # no cause of a later loss
         attempt.steps.clear()
         values = _taken(call)
-        self._settle(call, Outcome(values=values, errors=errors, cause=cause, is_interrupted=call.is_interrupted))
+        cancelled = _cancelled() if call.is_interrupted else None
+        call.finish(Outcome(values=values, errors=errors, cause=cause, end=cancelled))
 
-    @staticmethod
-    def _settle(call: StayingCall, outcome: Outcome) -> None:
-        if call.large is not None:
-            call.large.close()
-        call.settle(outcome)
+
+def _cancelled() -> CancelledError:
+    return CancelledError("the call was cancelled")
 
 
 def _have_told(call: StayingCall, attempt: Attempt) -> bool:
