@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -71,9 +72,11 @@ class Staying(World):
 
         def settle(outcome: Outcome) -> None:
             assert number not in self.outcomes
+            assert large.close.call_count == 1  # the memory of its arguments
             self.outcomes[number] = outcome
 
-        call = StayingCall(number=number, name=f"f{number}", call=b"", code=code, settle=settle)
+        large = mock.Mock(address=None)
+        call = StayingCall(number=number, name=f"f{number}", call=b"", code=code, large=large, settle=settle)
         self.asked.append(call)
         self.of_gang.ask(call)
         self.obey_all()
