@@ -210,6 +210,14 @@ def test_the_variables_of_a_gang_are_those_of_its_ranks(tmp_path: Path) -> None:
     assert found == "[('/data', 'DETAIL'), ('/data', 'DETAIL')]"
 
 
+def test_the_example_of_a_model_per_key_prints_its_table(tmp_path: Path) -> None:
+    pytest.importorskip("dask.dataframe")
+    printed = run_script("models_per_worker=2", tmp_path).stdout
+    assert [line.split()[0] for line in printed.splitlines() if line[:1].isdigit()] == [*"0123"]
+    assert "store" in printed
+    assert "slope" in printed
+
+
 def test_the_task_that_sweeps_runs(tmp_path: Path) -> None:
     assert run_example("sweep.py", tmp_path).stdout.strip().endswith("{'lr': 0.3}")
 

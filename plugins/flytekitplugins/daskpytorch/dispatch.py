@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from distributed import Client
 
@@ -39,6 +40,7 @@ from flytekitplugins.daskpytorch.task.staying import StayingGang
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
+    from flytekitplugins.daskpytorch.sweep.keys import Grouped, KeyedModels
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 
 __all__ = ["gang", "map", "run"]
@@ -188,7 +190,19 @@ def gang(
     return staying
 
 
+@overload
 def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
+    client: Client,
+    pytorch_function: Callable[..., Any],
+    experiments: Grouped,
+    *,
+    models_per_worker: int | None = None,
+    gang: Gang | None = None,
+) -> KeyedModels: ...
+
+
+@overload
+def map(  # noqa: A001
     client: Client,
     pytorch_function: Callable[..., Any],
     experiments: Iterable[Any] | Search,
@@ -199,11 +213,25 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     wandb: Wandb | None = None,
     storage: str | None = None,
     name: str | None = None,
-) -> ModelFutures:
+) -> ModelFutures: ...
+
+
+def map(  # noqa: A001
+    client: Client,
+    pytorch_function: Callable[..., Any],
+    experiments: Iterable[Any] | Search | Grouped,
+    *,
+    workers: int | Callable[[Any], int] = 1,
+    models_per_worker: int | None = None,
+    gang: Gang | None = None,
+    stop_early: EarlyStopping | None = None,
+    wandb: Wandb | None = None,
+    storage: str | None = None,
+    name: str | None = None,
+) -> ModelFutures | KeyedModels:
     """Train one model per experiment, each in its own gang. Gangs run side by side while workers are free.
 
-    A gang starts when enough workers are free. The largest starts first, and smaller ones fill the gaps. A failure or
-    restart concerns one gang only, which replaces lost workers by free ones.
+    A failure or restart concerns one gang only, which replaces lost workers by free ones.
 
     Args:
         client: Client of a Dask cluster whose workers have this package.
@@ -212,31 +240,29 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         experiments: Experiments, one picklable argument of the function per model, in a fixed order. A model finds its
             checkpoints by its index, so the order must be equal in all attempts of a Flyte task. A set is therefore
             refused. Each experiment is pickled when workers become free: do not change it before. A `Search` instead
-            lets an Optuna study suggest each experiment when workers become free.
+            lets an Optuna study suggest each experiment when workers become free. Or `frame.groupby("store")` of a Dask
+            or pandas frame: ranks of one gang call the function with a key and its rows.
         workers: Number of workers per experiment, or a function that returns the number for an experiment.
+        models_per_worker: Ranks per worker, for a data frame. None: one per GPU, or one.
         gang: Settings of each gang. None: the defaults.
         stop_early: Rule that stops models which fall behind the others. The future of a stopped model raises
             `StoppedEarlyError`, and `result` of all models has None in its place. None: train all models to the end.
         wandb: Settings of the Weights & Biases runs, one per model, with its experiment as the configuration and the
             function's name or `wandb.name` with its index. All belong to the group `wandb.group`, by default named by
-            function and execution, or a random name in local runs. Runs of failed models have exit code 1. Offline runs
-            are written on the machine of the model's rank 0. In a Flyte task, `wandb.secret` must be among the task's
-            `secret_requests`.
+            function and execution, or a random name in local runs. In a Flyte task, `wandb.secret` must be among the
+            task's `secret_requests`.
         storage: Folder or fsspec URL (`s3://bucket/prefix`) that keeps the results, records and checkpoints of each
             model in `storage/name/index`. A repeated call, in another process, in a Flyte retry, or with more
-            experiments at the end, trains only missing models. Finished models have their results and records again,
-            and so have those stopped early, which train on if `stop_early` is None. All others, including failed and
-            cancelled ones, go on from their newest checkpoints. Files that ranks submit are not kept. Two processes
-            must not use one name at a time. Stored files are pickles, which are trusted when they are read: let nobody
-            else write there.
-        name: Name of the folder in `storage`. None: the function's name. If the folder has models of another function
-            or of other experiments, an error says what differs.
+            experiments at the end, trains only missing models. Failed and cancelled ones go on from their newest
+            checkpoints. Files that ranks submit are not kept. Two processes must not use one name at a time. Stored
+            files are pickles, which are trusted when they are read: let nobody else write there.
+        name: Name of the folder in `storage`. None: the function's name.
 
     Returns:
         Sequence with a future per experiment, in the experiments' order. A future has rank 0's return value as `result`
         and rank 0's newest 100,000 log records as `records`. The sequence also has `result`, `exception`, `cancel`,
-        `as_completed`, `best` and `to_frame`. A failed experiment does not end the others. In a notebook, a table shows
-        the state of all models until they have ended.
+        `as_completed`, `best` and `to_frame`: only `to_frame`, `done` and `cancel` for a data frame. A failed
+        experiment does not end the others. In a notebook, a table shows the models' state.
 
     Raises:
         ValueError: An argument has the wrong type, or a number of workers is not a whole number from 1 up. Or `wandb`
@@ -245,8 +271,6 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         TypeError: The function or an experiment cannot be pickled, or `run` would refuse the function or its arguments.
 
     Examples:
-        Three models on two workers, two at a time:
-
         >>> from distributed import Client
         >>> from flytekitplugins.daskpytorch import current_rank, dispatch
         >>> def train(experiment: dict[str, float]) -> float:
@@ -267,6 +291,9 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         problems.check("gang.workers", checks.left_out("; dispatch.map(workers=...) is the number"))
         problems.check("gang.evaluate", checks.left_out("; evaluate a model in its own function, or after the sweep"))
     problems.unless(name is None or storage is not None, "name", "None without storage")
+    if _is_grouped(experiments):
+        return _map_keys(problems, client, pytorch_function, experiments, models_per_worker, gang or Gang())
+    problems.unless(models_per_worker is None, "models_per_worker", "left out without a data frame's groupby")
     problems.raise_any()
     from flytekitplugins.daskpytorch.sweep.models import train_all
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
@@ -274,7 +301,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 
     _tell_of_resume()
     check_function(pytorch_function)
-    experiments = experiments if isinstance(experiments, Search) else list(experiments)
+    experiments = experiments if isinstance(experiments, Search) else list(cast("Iterable[Any]", experiments))
     for experiment in [None] if isinstance(experiments, Search) else experiments:
         check_arguments(pytorch_function, experiment)
     sweep = Sweep(
@@ -288,6 +315,28 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
         storage=None if storage is None else SweepStorage(storage, name or key_of(pytorch_function)),
     )
     return train_all(sweep)
+
+
+def _map_keys(
+    problems: Problems, client: Client, train: Callable[..., Any], grouped: Any, per_worker: int | None, settings: Gang
+) -> KeyedModels:
+    from flytekitplugins.daskpytorch.sweep import keys
+
+    problems.check("experiments", keys.BY_COLUMNS)
+    problems.check("experiments.dropna", keys.WITHOUT_MISSING_KEYS)
+    problems.check("models_per_worker", checks.optional(checks.COUNT))
+    for name in ("stop_early", "wandb", "storage"):
+        problems.check(name, checks.left_out(" for a data frame"))
+    problems.check("workers", checks.must_be("left out for a data frame, which takes all workers", lambda n: n == 1))
+    problems.unless(settings.ranks_per_worker == "auto", "gang", "without ranks_per_worker: see models_per_worker")
+    problems.unless(not is_debugging(settings), "gang", "without debug mode: call the function with a key's rows")
+    problems.raise_any()
+    check_function(train)
+    check_arguments(train, None, None)
+    settings = replace(settings, ranks_per_worker=per_worker or "auto", hints=False)
+    name = uuid.uuid4().hex
+    share = keys.share_of(client, train, grouped, per_worker, name)
+    return keys.KeyedModels(client, keys.columns_of(grouped) or [], name, run(client, share, gang=settings))
 
 
 def _check_without_client(problems: Problems, client: Client | None, gang: Gang | None) -> None:
@@ -328,9 +377,17 @@ def _tell_of_resume() -> None:
         )
 
 
+def _is_grouped(experiments: object) -> bool:
+    return all(hasattr(experiments, name) for name in ("obj", "aggregate", "get_group"))
+
+
 def _is_ordered(experiments: object) -> bool:
     is_other = isinstance(experiments, (str, bytes, Mapping, set, frozenset))
-    return isinstance(experiments, Search) or (isinstance(experiments, Iterable) and not is_other)
+    return (
+        isinstance(experiments, Search)
+        or _is_grouped(experiments)
+        or (isinstance(experiments, Iterable) and not is_other)
+    )
 
 
 CLIENT = checks.must_be("a distributed.Client", lambda client: isinstance(client, Client))

@@ -105,10 +105,7 @@ class ModelFutures(Futures[ModelFuture]):
         return [None if future.status == STOPPED_EARLY else future.result() for future in self._futures]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for all models, and return the error that `result` would raise, or None.
-
-        Early stopping is not an error.
-        """
+        """Wait for all models, and return the error that `result` would raise, or None."""
         self._wait(timeout)
         failed = (future for future in self._futures if future.status != STOPPED_EARLY)
         return next((error for future in failed if (error := error_of(future)) is not None), None)
@@ -233,10 +230,7 @@ class ModelFutures(Futures[ModelFuture]):
                 look_at = time.monotonic() + LOOK_INTERVAL
 
     def _ask_for_more(self) -> None:
-        """Ask the study for experiments while workers are free.
-
-        Each model starts before the next is asked for, since a suggestion depends on all earlier ones.
-        """
+        """Start each model before the next is asked for, since a suggestion depends on all earlier ones."""
         while (model := self._next_unknown()) is not None:
             self._sweep.ask(model)  # may take long
             with self._changed:
@@ -315,10 +309,7 @@ class ModelFutures(Futures[ModelFuture]):
     # ---- in other threads
 
     def _refill(self, model: Model) -> list[str]:
-        """Replace lost workers of a model's gang by free ones, and return the gang's workers.
-
-        Raises `OSError` if the Dask scheduler does not answer.
-        """
+        """Raises `OSError` if the Dask scheduler does not answer."""
         present = self.cluster.present()
         with self._changed:
             self._allotment.update(present)

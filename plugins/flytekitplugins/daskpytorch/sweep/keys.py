@@ -1,0 +1,172 @@
+"""One model per key of a data frame, trained by the ranks of one gang. Runs in drivers and ranks.
+
+Results travel by the Dask scheduler's metadata, which outlive ranks and workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dask.base import is_dask_collection
+
+from flytekitplugins.daskpytorch.checks import must_be, require_extra, shown
+from flytekitplugins.daskpytorch.context import current_rank
+from flytekitplugins.daskpytorch.data.partitions import DaskPartitions
+from flytekitplugins.daskpytorch.display.notebook import row_of
+from flytekitplugins.daskpytorch.display.training import fields_of
+from flytekitplugins.daskpytorch.protocol.failure import raisable
+from flytekitplugins.daskpytorch.protocol.pickler import dumps
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from distributed import Client
+
+    from flytekitplugins.daskpytorch.driver.futures import GangFutures
+
+FOLDER = "daskpytorch-keys"
+SEND_INTERVAL = 0.5
+PARTS_PER_RANK = 4
+MANY_RANKS = 8
+
+
+class Grouped(Protocol):
+    obj: Any
+
+    def aggregate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def columns_of(grouped: Any) -> list[Any] | None:
+    given = grouped.by if is_dask_collection(grouped.obj) else grouped.keys
+    names = given if isinstance(given, list) else [given]
+    columns = getattr(grouped.obj, "columns", ())
+    is_plain = all(isinstance(name, (str, int)) and name in columns for name in names)
+    return names if is_plain and grouped.obj.ndim == 2 and "Series" not in type(grouped).__name__ else None
+
+
+BY_COLUMNS = must_be(
+    "a whole frame grouped by names of its columns: frame.groupby('store') or frame.groupby(['store', 'item'])",
+    lambda grouped: columns_of(grouped) is not None,
+)
+WITHOUT_MISSING_KEYS = must_be("True", lambda dropna: dropna is not False)
+
+
+def share_of(client: Client, train: Callable[..., Any], grouped: Any, per_worker: int | None, name: str) -> Any:
+    by = columns_of(grouped) or []
+    num_parts = PARTS_PER_RANK * (per_worker or MANY_RANKS) * max(1, len(client.nthreads()))
+    frame = grouped.obj
+    parts: Any
+    if is_dask_collection(frame):
+        frame = client.persist(frame.shuffle(on=by, npartitions=max(frame.npartitions, num_parts)))
+        num_rows, parts = client.compute(frame.shape[0]).result(), DaskPartitions(client, frame)
+    else:
+        num_rows, numbers = len(frame), (grouped.ngroup() % num_parts).to_numpy()
+        parts = [rows for _, rows in frame.groupby(numbers)]
+    if num_rows == 0:
+        raise ValueError(f"dispatch.map(frame.groupby({shown(by)})): the frame has no rows, so no model can be trained")
+    return functools.partial(train_keys, train, by, parts, name)
+
+
+# ---- In the ranks
+
+
+def train_keys(train: Callable[..., Any], by: list[Any], parts: Any, name: str) -> None:
+    rank = current_rank()
+    share = parts.share() if isinstance(parts, DaskPartitions) else parts[rank.rank :: rank.world_size]
+    results = _Results(rank.link.worker_data.worker().client, name)
+    for part in share:
+        for key, rows in part.groupby(by if len(by) > 1 else by[0], observed=True):
+            if key not in results.done:
+                results.add(key, _row(train, key, rows))
+                rank.progress.move()
+    results.send()
+
+
+def _row(train: Callable[..., Any], key: Any, rows: pd.DataFrame) -> tuple[bytes, str | None]:
+    try:
+        return dumps(train(key, rows)), None
+    except Exception as error:  # any error of the user's function, or of a value that cannot be pickled
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return b"", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+
+
+class _Results:
+    def __init__(self, client: Client, name: str) -> None:
+        self._client, self._name = client, name
+        self.done = set(_read(client.get_metadata([FOLDER, name], {})))
+        self._rows: dict[Any, tuple[bytes, str | None]] = {}
+        self._sent_at = time.monotonic()
+
+    def add(self, key: Any, row: tuple[bytes, str | None]) -> None:
+        self._rows[key] = row
+        if time.monotonic() - self._sent_at >= SEND_INTERVAL:
+            self.send()
+
+    def send(self) -> None:
+        if self._rows:
+            self._client.set_metadata([FOLDER, self._name, uuid.uuid4().hex], pickle.dumps(self._rows))
+        self._rows, self._sent_at = {}, time.monotonic()
+
+
+def _read(batches: dict[str, bytes]) -> dict[Any, tuple[bytes, str | None]]:
+    rows: dict[Any, tuple[bytes, str | None]] = {}
+    for batch in batches.values():
+        rows |= pickle.loads(batch)  # noqa: S301 - from our own ranks
+    return rows
+
+
+# ---- In the driver
+
+
+class KeyedModels:
+    """Models of a data frame's keys."""
+
+    def __init__(self, client: Client, by: Iterable[Any], name: str, gang: GangFutures) -> None:
+        self._by, self._gang = list(by), gang
+        self._rows: Future[list[dict[str, Any]]] = Future()
+        gang[0].add_done_callback(lambda _: self._collect(client, name))
+
+    def to_frame(self, timeout: float | None = None) -> pd.DataFrame:
+        """Wait for all models, and return a table with a row for each key.
+
+        Columns are the key's, the fields of the function's value, or else `result`, and `error`.
+
+        Raises:
+            TimeoutError: The training goes on after `timeout` seconds.
+            Exception: The gang failed.
+        """
+        self._gang.result(timeout)
+        require_extra("dataframe", "to_frame()")
+        import pandas as pd
+
+        keys = [*map(str, self._by)]
+        table = pd.DataFrame(self._rows.result())
+        columns = [*keys, *(name for name in table if name not in keys and name != "error"), "error"]
+        return table.reindex(columns=columns).sort_values(keys, ignore_index=True)
+
+    def done(self) -> bool:
+        return self._rows.done()
+
+    def cancel(self) -> bool:
+        return self._gang.cancel()
+
+    def _collect(self, client: Client, name: str) -> None:
+        try:
+            found = _read(client.get_metadata([FOLDER, name], {}))
+            client.set_metadata([FOLDER, name], {})
+            self._rows.set_result([self._row(key, *row) for key, row in found.items()])
+        except BaseException as error:  # the scheduler is lost, or a value cannot be unpickled
+            self._rows.set_exception(raisable(error, "reading the models' results"))
+
+    def _row(self, key: Any, value: bytes, error: str | None) -> dict[str, Any]:
+        keys = dict(zip(map(str, self._by), key if len(self._by) > 1 else [key], strict=True))
+        result = None if error else pickle.loads(value)  # noqa: S301 - from our own ranks
+        fields = fields_of(result)
+        named = {} if error else {"result": result} if fields is None else {str(each): fields[each] for each in fields}
+        return row_of(keys | {"error": error}, result=named)

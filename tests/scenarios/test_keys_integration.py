@@ -1,0 +1,110 @@
+"""A model for each key of a data frame, on a real cluster."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pd = pytest.importorskip("pandas")
+dd = pytest.importorskip("dask.dataframe")
+
+from distributed import Client
+
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from processes import dask_cluster
+
+FRAME = pd.DataFrame({"store": [*"abcd"] * 6, "item": [1, 2] * 12, "sales": range(24)})
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with dask_cluster(tmp_path_factory.mktemp("cluster"), num_workers=1) as running, Client(running.address) as client:
+        yield client
+
+
+@dataclass
+class Fit:
+    """Of the script: the workers do not have this class."""
+
+    total: int
+    world_size: int
+    type: str
+
+
+def fit(store: str, rows: Any) -> Fit:
+    """The whole group's sum. Store c fails."""
+    if store == "c":
+        raise LookupError(f"no model of {len(rows)} rows")
+    return Fit(int(rows["sales"].sum()), current_rank().world_size, type(rows).__module__.partition(".")[0])
+
+
+@pytest.mark.parametrize("is_dask", [False, True], ids=["pandas", "dask"])
+def test_each_model_gets_its_keys_rows_and_a_failed_key_is_a_row(client: Client, is_dask: bool) -> None:
+    frame = dd.from_pandas(FRAME, npartitions=5) if is_dask else FRAME
+    table = dispatch.map(client, fit, frame.groupby("store"), models_per_worker=2).to_frame()
+    assert [*table] == ["store", "total", "world_size", "type", "error"]
+    assert [*table["store"]] == [*"abcd"]
+    totals = FRAME.groupby("store")["sales"].sum()
+    good = table[table["store"] != "c"]
+    assert [*good["total"]] == [totals[store] for store in ("a", "b", "d")]
+    assert {*good["world_size"]} == {2}
+    assert {*good["type"]} == {"pandas"}
+    assert good["error"].isna().all()
+    [error] = table["error"].dropna()
+    assert error.startswith("LookupError: no model of 6 rows (")
+    assert "test_keys_integration.py:" in error
+
+
+def test_models_that_were_trained_before_a_rank_was_killed_are_not_trained_again(
+    client: Client, tmp_path: Path
+) -> None:
+    def train(key: tuple[str, int], _: Any) -> int:
+        begun = tmp_path / "begun"
+        with begun.open("a") as file:
+            file.write(f"{key}\n")
+        if len(begun.read_text().splitlines()) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.51)  # longer than results wait
+        return os.getpid()
+
+    models = dispatch.map(client, train, FRAME.groupby(["store", "item"]), gang=Gang(max_restarts=1))
+    table = models.to_frame(100)
+    assert models.done()
+    assert [*table] == ["store", "item", "result", "error"]
+    assert len(table) == 4
+    assert table["result"].nunique() == 2
+    begun = (tmp_path / "begun").read_text().splitlines()
+    assert len(begun) == 5
+    assert begun[3] == begun[4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (FRAME.groupby(FRAME["item"] // 2), "grouped by names of its columns"),
+        (FRAME.groupby("store")["sales"], "a whole frame"),
+        (FRAME.iloc[:0].groupby("store"), "the frame has no rows"),
+        (dd.from_pandas(FRAME.iloc[:0], npartitions=1).groupby("store"), "the frame has no rows"),
+    ],
+)
+def test_other_groups_are_refused(client: Client, rows: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dispatch.map(client, fit, rows)
+
+
+def test_arguments_for_experiments_are_refused_for_frames_and_the_other_way_round(client: Client) -> None:
+    with pytest.raises(ValueError, match=r"storage='x'.*workers=2"):
+        dispatch.map(client, fit, FRAME.groupby("store"), storage="x", workers=2)
+    with pytest.raises(ValueError, match="models_per_worker"):
+        dispatch.map(client, fit, [1], models_per_worker=2)
+    with pytest.raises(TypeError, match="argument"):
+        dispatch.map(client, print_one, FRAME.groupby("store"))
+
+
+def print_one(_: Any) -> None:
+    """Take no rows."""
