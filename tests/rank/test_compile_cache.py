@@ -1,6 +1,7 @@
 """What `torch.compile` has built, between a rank's folder and storage. The files stand for torch's."""
 
 import os
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.rank import compile_cache
 from flytekitplugins.daskpytorch.rank.compile_cache import CompileCache
 from gangs import order_for
@@ -137,3 +139,13 @@ def test_storage_that_is_away_costs_a_line(tmp_path: Path) -> None:
     node.build(LIBRARY, b"library")
     node.cache.close()
     assert "is left out: " in node.notes[-1]
+
+
+def test_storage_that_takes_no_files_does_not_hold_up_the_end(node: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, is_over = node("first"), threading.Event()
+    monkeypatch.setattr(compile_cache, "END_LIMIT", 0.1)
+    monkeypatch.setattr(Files, "write", lambda *_: is_over.wait())
+    first.build(LIBRARY, b"library")
+    first.cache.close()
+    is_over.set()
+    assert "has not taken all files in 0.1 s: the rank ends" in first.notes[-1]

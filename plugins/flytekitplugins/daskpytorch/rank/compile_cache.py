@@ -25,6 +25,8 @@ from flytekitplugins.daskpytorch.protocol.job import RankOrder
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 FETCH_LIMIT = 60.0
 """Seconds after which a rank goes on without the rest of the files."""
+END_LIMIT = 20.0
+"""Seconds after which a rank ends without the rest of its files in storage."""
 FIRST_STORE, STORE_INTERVAL = 60.0, 600.0
 QUIET = 10.0
 """Seconds after a file's last change in which a compiler may still write."""
@@ -50,10 +52,7 @@ class CompileCache:
         if self._uri is None:
             return
         os.environ[VARIABLE] = str(self._folder)
-        fetching = threading.Thread(target=self._try, args=(self._fetch,), name="daskpytorch-compiled", daemon=True)
-        fetching.start()
-        fetching.join(FETCH_LIMIT)
-        if fetching.is_alive():
+        if not self._has_done(self._fetch, FETCH_LIMIT):
             self._note(
                 f"compile_cache={self._uri!r} has not answered in {FETCH_LIMIT:g} s: the rank compiles by itself"
             )
@@ -62,8 +61,14 @@ class CompileCache:
 
     def close(self) -> None:
         self._ended.set()
-        if self._uri is not None and self._stores:
-            self._try(self._store)
+        if self._uri is not None and self._stores and not self._has_done(self._store, END_LIMIT):
+            self._note(f"compile_cache={self._uri!r} has not taken all files in {END_LIMIT:g} s: the rank ends")
+
+    def _has_done(self, do: Callable[[], None], limit: float) -> bool:
+        thread = threading.Thread(target=self._try, args=(do,), name="daskpytorch-compiled", daemon=True)
+        thread.start()
+        thread.join(limit)
+        return not thread.is_alive()
 
     def _try(self, do: Callable[..., None], *args: float) -> None:
         try:
