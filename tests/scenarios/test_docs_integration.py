@@ -218,6 +218,14 @@ def test_the_example_of_a_model_per_key_prints_its_table(tmp_path: Path) -> None
     assert "slope" in printed
 
 
+def test_the_example_whose_batches_fit_trains(tmp_path: Path) -> None:
+    assert "0: micro batches of 32, 1 for a batch of 32" in run_example("fits.py", tmp_path).stderr
+
+
+def test_the_task_that_keeps_compilations_is_accepted(tmp_path: Path) -> None:
+    run_script("compile_cache=", tmp_path)
+
+
 def test_the_task_that_sweeps_runs(tmp_path: Path) -> None:
     assert run_example("sweep.py", tmp_path).stdout.strip().endswith("{'lr': 0.3}")
 
