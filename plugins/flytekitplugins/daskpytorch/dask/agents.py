@@ -293,10 +293,6 @@ _known_gpus: WeakKeyDictionary[Client, dict[str, HostAndGpus]] = WeakKeyDictiona
 
 
 async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float) -> dict[str, HostAndGpus]:
-    """Return host and GPUs of each worker that answers in time.
-
-    A suspended worker does not delay the others' answers.
-    """
 
     async def ask(address: str) -> dict[str, HostAndGpus]:
         with contextlib.suppress(Exception):  # a worker's image may raise any exception

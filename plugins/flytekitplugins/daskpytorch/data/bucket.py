@@ -217,7 +217,6 @@ class Bucket:
             )
 
     def _is_checksum(self, listed: Listed) -> bool:
-        """Ask the server how an object is encrypted, and return True if its ETag is an MD5 checksum of the content."""
         try:
             answer = self._connected().head_object(Bucket=self.name, Key=listed.key)
         except Exception as error:

@@ -392,7 +392,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return body
 
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
-        """Wait for the download of a picture, and decode it. Errors of this picture alone are returned, not raised."""
         try:
             return decode(body.result(), self._decoder, self._max_pixels, self._min_side)
         except BrokenImageError as error:

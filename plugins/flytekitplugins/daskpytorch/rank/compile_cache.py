@@ -140,7 +140,6 @@ class CompileCache:
 
 
 def _kind() -> str:
-    """Return a name of all that compiled code depends on beside the program, which torch's own names contain."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
