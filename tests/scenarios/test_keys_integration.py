@@ -44,9 +44,12 @@ def fit(store: str, rows: Any) -> Fit:
 
 
 @pytest.mark.parametrize("is_dask", [False, True], ids=["pandas", "dask"])
-def test_each_model_gets_its_keys_rows_and_a_failed_key_is_a_row(client: Client, is_dask: bool) -> None:
+def test_each_model_gets_its_keys_rows_and_a_failed_key_is_a_row(
+    client: Client, is_dask: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     frame = dd.from_pandas(FRAME, npartitions=5) if is_dask else FRAME
     table = dispatch.map(client, fit, frame.groupby("store"), models_per_worker=2).to_frame()
+    assert "fit: starting 2 ranks" in capfd.readouterr().err
     assert [*table] == ["store", "total", "world_size", "type", "error"]
     assert [*table["store"]] == [*"abcd"]
     totals = FRAME.groupby("store")["sales"].sum()

@@ -5,7 +5,6 @@ Results travel by the Dask scheduler's metadata, which outlive ranks and workers
 
 from __future__ import annotations
 
-import functools
 import pickle
 import time
 import traceback
@@ -22,6 +21,7 @@ from flytekitplugins.daskpytorch.data.partitions import DaskPartitions
 from flytekitplugins.daskpytorch.display.notebook import row_of
 from flytekitplugins.daskpytorch.display.training import fields_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
+from flytekitplugins.daskpytorch.protocol.function import name_of
 from flytekitplugins.daskpytorch.protocol.pickler import dumps
 
 if TYPE_CHECKING:
@@ -70,22 +70,27 @@ def share_of(client: Client, train: Callable[..., Any], grouped: Any, per_worker
         parts = [rows for _, rows in frame.groupby(numbers)]
     if num_rows == 0:
         raise ValueError(f"dispatch.map(frame.groupby({shown(by)})): the frame has no rows, so no model can be trained")
-    return functools.partial(train_keys, train, by, parts, name)
+    return EachKey(train, by, parts, name)
 
 
 # ---- In the ranks
 
 
-def train_keys(train: Callable[..., Any], by: list[Any], parts: Any, name: str) -> None:
-    rank = current_rank()
-    share = parts.share() if isinstance(parts, DaskPartitions) else parts[rank.rank :: rank.world_size]
-    results = _Results(rank.link.worker_data.worker().client, name)
-    for part in share:
-        for key, rows in part.groupby(by if len(by) > 1 else by[0], observed=True):
-            if key not in results.done:
-                results.add(key, _row(train, key, rows))
-                rank.progress.move()
-    results.send()
+class EachKey:
+    def __init__(self, train: Callable[..., Any], by: list[Any], parts: Any, name: str) -> None:
+        self._train, self._by, self._parts, self._name = train, by, parts, name
+        self.__qualname__, self.__module__ = name_of(train), train.__module__  # the gang has the function's name
+
+    def __call__(self) -> None:
+        rank, by, parts = current_rank(), self._by, self._parts
+        share = parts.share() if isinstance(parts, DaskPartitions) else parts[rank.rank :: rank.world_size]
+        results = _Results(rank.link.worker_data.worker().client, self._name)
+        for part in share:
+            for key, rows in part.groupby(by if len(by) > 1 else by[0], observed=True):
+                if key not in results.done:
+                    results.add(key, _row(self._train, key, rows))
+                    rank.progress.move()
+        results.send()
 
 
 def _row(train: Callable[..., Any], key: Any, rows: pd.DataFrame) -> tuple[bytes, str | None]:
