@@ -47,6 +47,7 @@ COMMANDS = (
     ("chaos.py", "--schedules", "100"),
     ("chaos.py", "--staying", "20"),
     ("many.py",),
+    ("stores.py",),
     ("training.py",),
     ("recipe.py",),
     ("s3.py",),
