@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from flytekitplugins.daskpytorch import RankContext, context, current_rank
-from flytekitplugins.daskpytorch.context import Attempt, Link, Progress, StopSignal
+from flytekitplugins.daskpytorch.context import Link, Progress, RankAttempt, StopSignal
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import Logged
 
@@ -289,7 +289,7 @@ def test_numbers_and_texts_of_the_users_classes_travel_as_plain_ones(given: floa
     ],
 )
 def test_micro_batches_halve_with_each_lack_of_memory(batch_size: int, expected: list[tuple[int, int]]) -> None:
-    ranks = [RankContext(attempt=Attempt(number, number)) for number in range(4)]
+    ranks = [RankContext(attempt=RankAttempt(number, number)) for number in range(4)]
     assert [rank.micro_batch(batch_size) for rank in ranks] == expected
     assert [rank.attempt.after_memory for rank in ranks] == [0, 1, 2, 3]
     assert [(size, len(torch.zeros(batch_size).split(size))) for size, _ in expected] == expected

@@ -1,4 +1,4 @@
-"""What `torch.compile` has built, between a rank's folder and storage. The files stand for torch's."""
+"""Files that stand for those of `torch.compile`, between a rank's folder and storage."""
 
 import os
 import threading
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.protocol.files import Files
@@ -133,6 +134,18 @@ def test_files_of_another_torch_or_machine_are_left_alone(
     monkeypatch.setattr(compile_cache, "_kind", lambda: "torch-9-other")
     assert not node("second").files()
     assert len(stored(tmp_path)) == 1
+
+
+def test_gpu_that_the_function_initialises_does_not_change_the_place(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = node("first")
+    first.build(LIBRARY, b"library")
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.cuda, "is_initialized", lambda: True)
+        changed.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+        first.cache.close()
+    assert node("second").files() == {LIBRARY: b"library"}
 
 
 def test_files_that_another_user_can_have_written_are_not_loaded(node: Make, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 @dataclass
 class Fit:
-    """Of the script: the workers do not have this class."""
+    """A model's class that only the script has, and not the workers."""
 
     total: int
     world_size: int
@@ -84,6 +84,12 @@ def test_models_that_were_trained_before_a_rank_was_killed_are_not_trained_again
     begun = (tmp_path / "begun").read_text().splitlines()
     assert len(begun) == 5
     assert begun[3] == begun[4]
+
+
+def test_keys_of_several_types_are_rows_too(client: Client) -> None:
+    frame = pd.DataFrame({"store": ["a", 1, 1], "sales": range(3)})
+    table = dispatch.map(client, lambda _, rows: len(rows), frame.groupby("store", sort=False)).to_frame()
+    assert dict(zip(table["store"], table["result"], strict=True)) == {"a": 1, 1: 2}
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RankAttempt:
     """The present attempt of the gang: `current_rank().attempt`."""
 
     number: int = 0
@@ -293,7 +293,7 @@ class RankContext:
     progress: Progress = field(default_factory=Progress, repr=False)
     link: Link = field(default_factory=Link, repr=False)
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
-    attempt: Attempt = field(default_factory=Attempt, repr=False)
+    attempt: RankAttempt = field(default_factory=RankAttempt, repr=False)
     _num_logged: int = field(default=0, repr=False)
 
     @property

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -292,7 +291,9 @@ def map(  # noqa: A001
         problems.check("gang.evaluate", checks.left_out("; evaluate a model in its own function, or after the sweep"))
     problems.unless(name is None or storage is not None, "name", "None without storage")
     if _is_grouped(experiments):
-        return _map_keys(problems, client, pytorch_function, experiments, models_per_worker, gang or Gang())
+        from flytekitplugins.daskpytorch.sweep import keys
+
+        return keys.train_all(problems, client, pytorch_function, experiments, models_per_worker, gang or Gang(), run)
     problems.unless(models_per_worker is None, "models_per_worker", "left out without a data frame's groupby")
     problems.raise_any()
     from flytekitplugins.daskpytorch.sweep.models import train_all
@@ -315,28 +316,6 @@ def map(  # noqa: A001
         storage=None if storage is None else SweepStorage(storage, name or key_of(pytorch_function)),
     )
     return train_all(sweep)
-
-
-def _map_keys(
-    problems: Problems, client: Client, train: Callable[..., Any], grouped: Any, per_worker: int | None, settings: Gang
-) -> KeyedModels:
-    from flytekitplugins.daskpytorch.sweep import keys
-
-    problems.check("experiments", keys.BY_COLUMNS)
-    problems.check("experiments.dropna", keys.WITHOUT_MISSING_KEYS)
-    problems.check("models_per_worker", checks.optional(checks.COUNT))
-    for name in ("stop_early", "wandb", "storage"):
-        problems.check(name, checks.left_out(" for a data frame"))
-    problems.check("workers", checks.must_be("left out for a data frame, which takes all workers", lambda n: n == 1))
-    problems.unless(settings.ranks_per_worker == "auto", "gang", "without ranks_per_worker: see models_per_worker")
-    problems.unless(not is_debugging(settings), "gang", "without debug mode: call the function with a key's rows")
-    problems.raise_any()
-    check_function(train)
-    check_arguments(train, None, None)
-    settings = replace(settings, ranks_per_worker=per_worker or "auto", hints=False)
-    name = uuid.uuid4().hex
-    share = keys.share_of(client, train, grouped, per_worker, name)
-    return keys.KeyedModels(client, keys.columns_of(grouped) or [], name, run(client, share, gang=settings))
 
 
 def _check_without_client(problems: Problems, client: Client | None, gang: Gang | None) -> None:

@@ -55,6 +55,7 @@ class CompileCache:
         if self._uri is None:
             return
         os.environ[VARIABLE] = str(self._folder)
+        self._kind = _kind()  # the function may initialise CUDA later
         if not self._has_done(self._fetch, FETCH_LIMIT):
             self._note(
                 f"compile_cache={self._uri!r} has not answered in {FETCH_LIMIT:g} s: the rank compiles by itself"
@@ -86,7 +87,7 @@ class CompileCache:
 
     def _place(self) -> tuple[Files, str]:
         files = Files(current_execution().filesystem(str(self._uri)))
-        return files, f"{files.path(str(self._uri))}/{_kind()}"
+        return files, f"{files.path(str(self._uri))}/{self._kind}"
 
     def _fetch(self) -> None:
         with _locked(self._scratch / "compiled.lock") as has_fetched:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
-from flytekitplugins.daskpytorch.context import Attempt, RankContext
+from flytekitplugins.daskpytorch.context import RankAttempt, RankContext
 from flytekitplugins.daskpytorch.process import program_end, signals, system
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -58,7 +58,7 @@ class Session:
             checkpoint=self.checkpoint,
             progress=link.progress,
             link=link,
-            attempt=Attempt(order.job.attempt, order.job.num_after_memory, link),
+            attempt=RankAttempt(order.job.attempt, order.job.num_after_memory, link),
         )
 
     @contextlib.contextmanager

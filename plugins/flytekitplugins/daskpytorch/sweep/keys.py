@@ -5,24 +5,28 @@ Results travel by the Dask scheduler's metadata, which outlive ranks and workers
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask.base import is_dask_collection
 
-from flytekitplugins.daskpytorch.checks import must_be, require_extra, shown
+from flytekitplugins.daskpytorch import checks
+from flytekitplugins.daskpytorch.checks import Problems, require_extra, shown
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.data.partitions import DaskPartitions
 from flytekitplugins.daskpytorch.display.notebook import row_of
 from flytekitplugins.daskpytorch.display.training import fields_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
-from flytekitplugins.daskpytorch.protocol.function import name_of
+from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, name_of
 from flytekitplugins.daskpytorch.protocol.pickler import dumps
+from flytekitplugins.daskpytorch.settings import Gang, is_debugging
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,15 +54,40 @@ def columns_of(grouped: Any) -> list[Any] | None:
     return names if is_plain and grouped.obj.ndim == 2 and "Series" not in type(grouped).__name__ else None
 
 
-BY_COLUMNS = must_be(
+BY_COLUMNS = checks.must_be(
     "a whole frame grouped by names of its columns: frame.groupby('store') or frame.groupby(['store', 'item'])",
     lambda grouped: columns_of(grouped) is not None,
 )
-WITHOUT_MISSING_KEYS = must_be("True", lambda dropna: dropna is not False)
+WITHOUT_MISSING_KEYS = checks.must_be("True", lambda dropna: dropna is not False)
 
 
-def share_of(client: Client, train: Callable[..., Any], grouped: Any, per_worker: int | None, name: str) -> Any:
-    by = columns_of(grouped) or []
+def train_all(
+    problems: Problems,
+    client: Client,
+    train: Callable[..., Any],
+    grouped: Any,
+    per_worker: int | None,
+    settings: Gang,
+    run: Callable[..., GangFutures],
+) -> KeyedModels:
+    problems.check("experiments", BY_COLUMNS)
+    problems.check("experiments.dropna", WITHOUT_MISSING_KEYS)
+    problems.check("models_per_worker", checks.optional(checks.COUNT))
+    for name in ("stop_early", "wandb", "storage"):
+        problems.check(name, checks.left_out(" for a data frame"))
+    problems.check("workers", checks.must_be("left out for a data frame, which takes all workers", lambda n: n == 1))
+    problems.unless(settings.ranks_per_worker == "auto", "gang", "without ranks_per_worker: see models_per_worker")
+    problems.unless(not is_debugging(settings), "gang", "without debug mode: call the function with a key's rows")
+    problems.raise_any()
+    check_function(train)
+    check_arguments(train, None, None)
+    by, name = columns_of(grouped) or [], uuid.uuid4().hex
+    each_key = EachKey(train, by, _parts_of(client, grouped, by, per_worker), name)
+    settings = replace(settings, ranks_per_worker=per_worker or "auto", hints=False)
+    return KeyedModels(client, by, name, run(client, each_key, gang=settings))
+
+
+def _parts_of(client: Client, grouped: Any, by: list[Any], per_worker: int | None) -> Any:
     num_parts = PARTS_PER_RANK * (per_worker or MANY_RANKS) * max(1, len(client.nthreads()))
     frame = grouped.obj
     parts: Any
@@ -70,7 +99,7 @@ def share_of(client: Client, train: Callable[..., Any], grouped: Any, per_worker
         parts = [rows for _, rows in frame.groupby(numbers)]
     if num_rows == 0:
         raise ValueError(f"dispatch.map(frame.groupby({shown(by)})): the frame has no rows, so no model can be trained")
-    return EachKey(train, by, parts, name)
+    return parts
 
 
 # ---- In the ranks
@@ -153,7 +182,10 @@ class KeyedModels:
         keys = [*map(str, self._by)]
         table = pd.DataFrame(self._rows.result())
         columns = [*keys, *(name for name in table if name not in keys and name != "error"), "error"]
-        return table.reindex(columns=columns).sort_values(keys, ignore_index=True)
+        table = table.reindex(columns=columns)
+        with contextlib.suppress(TypeError):  # keys of several types have no order
+            table = table.sort_values(keys, ignore_index=True)
+        return table
 
     def done(self) -> bool:
         return self._rows.done()
