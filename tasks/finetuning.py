@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from datasets import IterableDataset, load_dataset
 from peft import PeftModel
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as BytesToText
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -100,10 +104,14 @@ def _pretrained(kind: Any, model: str) -> Any:
 
 
 def _tiny_model(seed: int) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
-    trained = ByteLevelBPETokenizer()
+    pairs = Tokenizer(BPE())
+    pairs.pre_tokenizer, pairs.decoder = ByteLevel(add_prefix_space=False), BytesToText()
     texts = (example["prompt"] + example["completion"] for example in _embedded_examples())
-    trained.train_from_iterator(texts, vocab_size=400, special_tokens=[END], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token=END, pad_token=END)  # noqa: SLF001
+    trainer = BpeTrainer(
+        vocab_size=400, special_tokens=[END], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    pairs.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token=END, pad_token=END)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
