@@ -25,8 +25,7 @@ from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Reported, Upload
-from flytekitplugins.daskpytorch.records import LogRecord
+from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Upload
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
 
@@ -95,19 +94,20 @@ def test_what_an_agent_said_before_it_went_is_heard(
 
 
 def test_agents_wait_while_too_much_has_not_been_taken(
-    listener: Listener,
-    dial: Callable[[], Connection],
-    events: queue.SimpleQueue[Action],
-    monkeypatch: pytest.MonkeyPatch,
+    events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 5)
-    connection = dial()
+    listener = listening(TOKEN, events)
+    request.addfinalizer(listener.end)
+    connection = dialled(listener)
+    request.addfinalizer(connection.close)
     for rank in range(50):
         connection.send(Lines(rank, []))
     for rank in range(20):
         until(lambda: events.qsize() == 5, "as much as may wait")
         assert heard(events) == Lines(rank, [])
         assert events.qsize() <= 5
+    until(lambda: events.qsize() == 5, "as much as may wait")
     listener.close()  # nobody will take what is left, and nobody waits for that
     until(lambda: events.qsize() == 30, "all the rest")
 
@@ -224,23 +224,3 @@ def test_what_an_agent_says_after_a_heartbeat_comes_after_it(
     agent.send_frame(beat)
     agent.send(Leaving())  # its rank may be another attempt's from here on
     assert [heard(events), heard(events)] == [beat, Leaving()]
-
-
-def test_many_reports_in_a_message_are_several_events_so_that_few_of_them_wait(
-    dial: Callable[[], Connection], events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connection = dial()
-    monkeypatch.setattr(module, "MAX_WAITING", 4)
-    monkeypatch.setattr(module, "MAX_REPORTS", 10)
-    records = [LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics={}) for step in range(1000)]
-    connection.send(Reported(0, pickle.dumps(records)))
-    connection.send(Leaving())
-    most, said = 0, []
-    while len(said) < len(records):
-        most = max(most, events.qsize())
-        reports = heard(events)
-        assert len(reports) == 10
-        said += reports
-    assert said == records
-    assert most <= 4
-    assert heard(events) == Leaving()

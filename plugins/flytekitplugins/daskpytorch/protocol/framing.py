@@ -27,8 +27,6 @@ from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 SIZE = struct.Struct("!Q")
-READ_SIZE = 1 << 16
-"""Bytes of one read, limited so that one peer does not delay the others."""
 MAX_PIECE = 1 << 20
 DIAL_TIMEOUT = 30.0
 DIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
@@ -42,36 +40,6 @@ PROOF_TIMEOUT = 60.0
 """Seconds. The driver may have thousands of agents to answer."""
 BEAT = b"\0"
 RANK = struct.Struct("!IQ")
-
-
-class Frames:
-    def __init__(self, only: int | None = None) -> None:
-        self._buffer = bytearray()
-        self.only = only
-
-    @property
-    def wanted(self) -> int:
-        """A longer read could take bytes beyond the current frame."""
-        return min((self._end() or SIZE.size) - len(self._buffer), READ_SIZE)
-
-    def take(self, data: bytes) -> Iterator[bytes]:
-        """Raises EOFError for no bytes, and ConnectionRefusedError for a frame that is not of the size `only`."""
-        if not data:
-            raise EOFError
-        self._buffer += data
-        while (end := self._end()) is not None and len(self._buffer) >= end:
-            with memoryview(self._buffer)[SIZE.size : end] as whole:
-                frame = bytes(whole)
-            del self._buffer[:end]
-            yield frame
-
-    def _end(self) -> int | None:
-        if len(self._buffer) < SIZE.size:
-            return None
-        (size,) = SIZE.unpack_from(self._buffer)
-        if self.only not in (None, size):
-            raise ConnectionRefusedError(f"the caller announced a message of {size} bytes instead of {self.only}")
-        return SIZE.size + int(size)
 
 
 class Connection:
@@ -106,12 +74,22 @@ class Connection:
 
         Raises ConnectionRefusedError for another size, EOFError after the connection's end, and TimeoutError.
         """
-        frames = Frames(only)
-        while True:
+        (size,) = SIZE.unpack(self._exactly(SIZE.size, deadline))
+        if only not in (None, size):
+            raise ConnectionRefusedError(f"the caller announced a message of {size} bytes instead of {only}")
+        return self._exactly(size, deadline)
+
+    def _exactly(self, size: int, deadline: float | None) -> bytes:
+        data = bytearray()
+        while len(data) < size:
             if deadline is not None:
                 self._sock.settimeout(max(0.001, deadline - time.monotonic()))
-            for frame in frames.take(self.read(frames.wanted)):
-                return frame
+            if not (piece := self.read(min(MAX_PIECE, size - len(data)))):
+                raise EOFError
+            data += piece
+        if deadline is not None:
+            self._sock.settimeout(None)
+        return bytes(data)
 
     def send_file(self, path: Path, moved: Callable[[], object] = lambda: None) -> None:
         """`moved` is called after each `SENT_AT_ONCE` bytes."""
@@ -181,6 +159,13 @@ def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
     return _proof(token, DRIVER, challenge, theirs)
 
 
+def meet(connection: Connection, token: bytes, deadline: float) -> None:
+    """Do the driver's part of the handshake, by `deadline` (monotonic clock). Raises EOFError or OSError."""
+    theirs = challenge()
+    connection.send_frame(theirs)
+    connection.send_frame(prove(token, theirs, connection.recv_frame(ANSWER_SIZE, deadline)))
+
+
 def introduce(sock: socket.socket, token: bytes) -> Connection:
     """Do the agent's part of the handshake. If it fails, the socket is closed.
 
@@ -202,7 +187,6 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
         raise ConnectionAbortedError(
             f"the process there hung up after {seconds:.1f} s, without a proof that it is the gang's driver"
         ) from error
-    sock.settimeout(None)
     return connection
 
 
