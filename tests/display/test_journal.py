@@ -3,7 +3,9 @@
 `golden_runs.py` in tests/support made the journals by real runs. `pytest --force-regen` makes what is compared anew.
 """
 
+import functools
 import io
+import itertools
 import json
 import os
 import re
@@ -22,7 +24,7 @@ from distributed import Client
 from pytest_regressions.file_regression import FileRegressionFixture
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import Gang, Histogram, OpenTelemetry, Picture, Wandb, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, Histogram, OpenTelemetry, Wandb, current_rank, dispatch
 from flytekitplugins.daskpytorch.__main__ import main
 from flytekitplugins.daskpytorch.display import deck, journal_file
 from flytekitplugins.daskpytorch.display.journal_file import Journal, run_of
@@ -127,10 +129,10 @@ def test_an_event_is_the_same_when_it_is_read_again(file: Path) -> None:
         assert journal.fields_of(journal.event_of(json.loads(line))) == json.loads(line)
 
 
-def test_drawings_and_odd_numbers_are_read_again() -> None:
-    drawn = {"sample": Picture(png=b"\x00\xff", width=1, height=1, caption="one"), "w": Histogram.of([1.0, 2.0])}
-    event = journal.Logged(record=record(3, loss=float("inf"), note="nan or so", **drawn))
-    fields = json.loads(json.dumps(journal.fields_of(event)))
+def test_odd_numbers_are_read_again_without_drawings() -> None:
+    event = journal.Logged(record=record(3, loss=float("inf"), note="nan or so"))
+    drawn = journal.Logged(record=record(3, **event.record.metrics, w=Histogram.of([1.0, 2.0])))
+    fields = json.loads(json.dumps(journal.fields_of(drawn)))
     assert replace(journal.event_of(fields), time=event.time) == event
 
 
@@ -220,6 +222,7 @@ def test_a_long_run_has_a_short_journal_with_its_newest_values(tmp_path: Path, m
     monkeypatch.setattr(journal_file, "MAX_USAGES", 10)
 
     def log(to: To) -> None:
+        to.observers[0].clock = functools.partial(next, itertools.count(time.time()))
         to.placed(shape_of(node()))
         for step in range(10_000):
             to.logged(record(step, loss=1 / (1 + step)))

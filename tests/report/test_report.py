@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.report.chart import MAX_EVENTS, MAX_POINTS
+from flytekitplugins.daskpytorch.report.chart import MAX_POINTS
 from flytekitplugins.daskpytorch.report.pieces import brief, shared
 from html_pages import ODD_NAMES, Parts, chart_data, rows_of
 
@@ -97,7 +97,7 @@ def test_few_points_and_none_are_drawn_as_they_are(points: list[tuple[float, flo
     assert lines["loss"]["x"] == [x for x, y in points if abs(y) < 1e300]
     assert lines["other"]["y"] == [5]
     if not lines["loss"]["x"]:
-        assert "loss: no values" in chart
+        assert "<b>no values</b>" in chart
 
 
 def test_a_chart_says_in_words_what_it_draws() -> None:
@@ -105,31 +105,26 @@ def test_a_chart_says_in_words_what_it_draws() -> None:
     chart = bare(report.line_chart("loss", curves, "step", best={"loss": "min"}, marks=[(10, "started again")]))
     parts = Parts(chart)
     [plot] = [attributes for _, attributes in parts.elements if attributes.get("class") == "dpt-plot"]
-    assert plot["role"] == "img"
-    assert plot["aria-label"] == (
-        "loss by step: loss: 2.5 at step 0, 0.5 at 20, best 0.25 at 10; val_loss: 1 at step 10, 1 at 10"
-    )
+    assert (plot["role"], plot["aria-label"]) == ("img", "loss by step")
     assert rows_of(chart)[1:] == [["0", "2.5", ""], ["10", "0.25", "1"], ["20", "0.5", ""]]
     assert "┆ started again at step 10" in chart
     assert chart_data(chart)[0]["lines"][0]["best"] == [10, 0.25]
 
 
 @pytest.mark.parametrize(
-    ("values", "log", "is_log", "may_be"),
+    ("values", "from_zero", "is_log", "may_be"),
     [
-        ([1.0, 50.0], None, False, True),
-        ([0.001, 50.0], None, True, True),
-        ([0.0, 50.0], None, False, False),
-        ([0.0, 50.0], True, False, False),
-        ([1.0, 2.0], True, True, True),
-        ([0.001, 50.0], False, False, True),
-        ([], None, False, False),
+        ([1.0, 50.0], False, False, True),
+        ([0.001, 50.0], False, True, True),
+        ([0.0, 50.0], False, False, False),
+        ([0.001, 50.0], True, False, False),
+        ([], False, False, False),
     ],
 )
 def test_a_wide_range_of_positive_values_has_a_logarithmic_scale(
-    values: list[float], log: bool | None, is_log: bool, may_be: bool
+    values: list[float], *, from_zero: bool, is_log: bool, may_be: bool
 ) -> None:
-    [data] = chart_data(report.line_chart("loss", {"loss": list(enumerate(values))}, "step", log=log))
+    [data] = chart_data(report.line_chart("loss", {"loss": list(enumerate(values))}, "step", from_zero=from_zero))
     assert (data["log"], data["positive"]) == (is_log, may_be)
 
 
@@ -147,13 +142,10 @@ def test_any_curves_can_be_drawn(curves: dict[str, list[tuple[float, float]]]) -
 # ---- Other pieces
 
 
-def test_shares_add_up_and_small_ones_are_summed() -> None:
+def test_shares_add_up() -> None:
     page = bare(report.shares({"stepping": 75.0, "data": 25.0, "none": 0.0, "spoilt": math.nan}, unit="s"))
     assert "stepping <b>75%</b> 75 s" in page
     assert "none" not in page
-    many = bare(report.shares({f"part {i}": float(i) for i in range(1, 20)}))
-    assert many.count("<li") == 8
-    assert "others" in many
 
 
 @pytest.mark.parametrize(
@@ -187,12 +179,3 @@ def test_a_timeline_says_what_lasted_and_what_happened() -> None:
     assert re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page) == [("0.000", "10.000"), ("10.000", "90.000")]
     assert [row[0] for row in rows_of(page)[1:]] == ["+5 s", "+1 min 30 s"]
     assert "line\nline" in page
-
-
-def test_of_many_events_the_first_and_the_last_are_shown() -> None:
-    page = report.timeline([], [report.Event(time=i, text=f"event {i}") for i in range(10_000)])
-    assert len(rows_of(page)) == MAX_EVENTS + 2
-    assert "… 9,700 more …" in page
-    for shown in ("event 0<", "event 9999<"):
-        assert shown in page
-    assert len(page) < 200_000

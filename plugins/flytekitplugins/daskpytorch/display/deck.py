@@ -10,21 +10,17 @@ import contextvars
 import functools
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, seconds_left
 from flytekitplugins.daskpytorch.protocol.journal import Shape
-from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.records import MIN_TOTAL, Goodput, Histogram, Picture, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import MIN_TOTAL, SavedCheckpoint
 from flytekitplugins.daskpytorch.report.chart import best_of
 from flytekitplugins.daskpytorch.report.pieces import brief
 
@@ -35,16 +31,10 @@ NUM_OPEN = 8
 MAX_PAGE_POINTS = 24_000
 """Points of all charts together. Each adds 17 bytes to the page."""
 MAX_SHOWN_RANKS = 1_000
-MIN_WIDTH, MAX_WIDTH = 112, 420
-"""Pixels."""
-SPEEDS = re.compile(
-    r"(?i)(samples|tokens|images|items|batches|steps|iterations?|it)_?(per|/)_?s(ec|econds?)?$|throughput"
-)
 NOTHING_LOGGED = (
     "No records so far. Metrics of current_rank().log({...}), and of the callbacks for Lightning and Transformers, are "
     "drawn here."
 )
-PHASES = ("stepping", "data", "evaluation", "saving", "lost", "waiting", "preparing", "starting")
 
 
 def html(run: RunState, places: Mapping[str, str] | None = None) -> str:
@@ -61,13 +51,11 @@ def document(run: RunState, places: Mapping[str, str] | None = None) -> str:
 def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
     return [
         *_how_it_goes(run),
-        *_learning(run),
-        *_drawn(run.drawings),
-        *_speed(run),
+        *_metrics(run),
+        *_time_and_machines(run),
         *([report.section("Hints", report.card("", *map(report.text, run.hints)))] if run.hints else []),
         report.section("What happened", report.timeline(run.history.spans(run.now), run.history.events)),
-        *_who(run.shape),
-        *_with_what(run.inputs),
+        *_with_what(run),
         *_where(run.checkpoints, places),
     ]
 
@@ -89,8 +77,8 @@ def _how_it_goes(run: RunState) -> Iterable[str]:
 def figures(run: RunState) -> dict[str, object]:
     figures: dict[str, object] = {}
     record = run.values.record
-    if run.metrics.epoch is not None:
-        figures["epoch"] = run.metrics.epoch
+    if (epoch := run.values.numbers.get("epoch")) is not None:
+        figures["epoch"] = epoch
     if record is not None:
         figures["step"] = (record.step, f"of {record.num_steps:,}" if record.num_steps else "")
         left = seconds_left(record, run.rate.per_second) if run.phase.tone == "busy" else None
@@ -105,6 +93,8 @@ def figures(run: RunState) -> dict[str, object]:
     figures |= _newest(run)
     if run.rate.per_second:
         figures["steps per second"] = run.rate.per_second
+    if run.num_checkpoints and run.checkpoint is not None:
+        figures["checkpoints"] = (run.num_checkpoints, f"the newest of step {run.checkpoint[0]:,}")
     if run.restarts:
         figures["restarts"] = len(run.restarts)
     return figures
@@ -120,7 +110,7 @@ def _newest(run: RunState) -> dict[str, object]:
     found: dict[str, object] = {}
     newest = run.values.numbers
     best = {name: _best_of(chart, name) for chart in run.charts for name in chart.best}
-    for name in (name for chart in run.charts for name in chart.by_step):
+    for name in (name for chart in run.charts for name in chart.curves):
         if name in newest and len(found) < MAX_FIGURES:
             found[name.replace("_", " ")] = (newest[name], best.get(name, ""))
     spoilt = {name.replace("_", " "): value for name, value in newest.items() if not math.isfinite(value)}
@@ -128,99 +118,67 @@ def _newest(run: RunState) -> dict[str, object]:
 
 
 def _best_of(chart: Chart, name: str) -> str:
-    if len(points := chart.by_step[name]) < 2:
+    if len(points := chart.curves[name]) < 2:
         return ""
     x, y = best_of(points, chart.best[name])
     return f"best {brief(y)} at step {brief(x)}"
 
 
-def _learning(run: RunState) -> Iterable[str]:
-    charts = [chart for chart in run.charts if not SPEEDS.search(chart.title.replace(" ", "_"))]
-    if not charts:
+def _metrics(run: RunState) -> Iterable[str]:
+    if not run.charts:
         if run.values.record is None and run.usages:
-            yield report.section("Is it learning?", report.text(NOTHING_LOGGED, quiet=True))
+            yield report.section("Metrics", report.text(NOTHING_LOGGED, quiet=True))
         return
-    num_lines = sum(len(chart.by_step) + len(chart.by_epoch) for chart in run.charts)
-    steps = [step for step, _ in run.restarts]
-    epochs = [epoch for step in steps if (epoch := run.metrics.epoch_at(step)) is not None]
-    marks = {label: [(float(x), "started again") for x in at] for label, at in (("step", steps), ("epoch", epochs))}
-    budget = max(50, MAX_PAGE_POINTS // num_lines)
-    drawn = [piece for chart in charts for piece in _draw(chart, marks, budget)]
+    marks = [(float(step), "started again") for step, _ in run.restarts]
+    budget = max(50, MAX_PAGE_POINTS // sum(len(chart.curves) for chart in run.charts))
+    drawn = [
+        report.line_chart(chart.title, chart.curves, "step", best=chart.best, marks=marks, max_points=budget)
+        for chart in run.charts
+    ]
     pieces = [report.grid(*drawn[:NUM_OPEN])]
     if more := drawn[NUM_OPEN:]:
         pieces.append(report.details(f"{len(more)} more charts", report.grid(*more)))
     if run.metrics.is_crowded:
         pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
-    yield report.section("Is it learning?", *pieces)
+    yield report.section("Metrics", *pieces)
 
 
-def _draw(chart: Chart, marks: Mapping[str, Sequence[tuple[float, str]]], budget: int) -> Iterable[str]:
-    for label, curves in (("step", chart.by_step), ("epoch", chart.by_epoch)):
-        if curves:
-            shown = {name: mode for name, mode in chart.best.items() if name in curves}
-            yield report.line_chart(chart.title, curves, label, best=shown, marks=marks[label], max_points=budget)
-
-
-def _drawn(drawings: Mapping[str, tuple[int, Histogram | Picture]]) -> Iterable[str]:
-    pictures, histograms = [], []
-    for name, (step, drawing) in drawings.items():
-        title = f"{name.replace('_', ' ')}, step {step:,}"
-        if isinstance(drawing, Histogram):
-            points = [
-                (sum(edges) / 2, count) for edges, count in zip(pairwise(drawing.edges), drawing.counts, strict=True)
-            ]
-            histograms.append(report.line_chart(title, {"values": points}, "value", from_zero=True, log=False))
-        else:
-            width = min(MAX_WIDTH, max(MIN_WIDTH, drawing.width))
-            height = round(width * drawing.height / max(1, drawing.width))
-            caption = f"{title}: {drawing.caption}" if drawing.caption else title
-            pictures.append(report.Picture(file=drawing.png, width=width, height=height, caption=caption))
-    if drawings:
-        shown = [report.card("", report.pictures(pictures))] if pictures else []
-        yield report.section("Pictures", *shown, *([report.grid(*histograms)] if histograms else []))
-
-
-def _speed(run: RunState) -> Iterable[str]:
+def _time_and_machines(run: RunState) -> Iterable[str]:
     pieces = []
     if run.goodput is not None:
-        pieces.append(report.card("Where the gang's time went", report.shares(_seconds_of(run.goodput), unit="s")))
-    charts = [
-        report.line_chart(name.replace("_", " "), {name: points}, "step", from_zero=True, max_points=500)
-        for chart in run.charts
-        if SPEEDS.search(chart.title.replace(" ", "_"))
-        for name, points in chart.by_step.items()
-    ]
-    charts += [
-        report.line_chart(what, lines, "seconds", from_zero=True, log=False) for what, lines in run.usage_charts.items()
-    ]
-    if charts:
-        pieces.append(report.grid(*charts))
-    if run.usages:
-        pieces.append(report.card("What each rank uses, and where its time goes", _ranks_table(run)))
+        seconds = {name: value for name, value in run.goodput.as_dict().items() if name != "total"}
+        pieces.append(report.card("Where the gang's time went", report.shares(seconds, unit="s")))
+    if charts := run.usage_charts:
+        drawn = [report.line_chart(what, lines, "seconds", from_zero=True) for what, lines in charts.items()]
+        pieces.append(report.grid(*drawn))
+    if run.usages or run.shape is not None:
+        pieces.append(report.card("Ranks", _ranks_table(run)))
     if pieces:
-        yield report.section("Is it fast?", *pieces)
+        yield report.section("Time and machines", *pieces, note=_size_of(run.shape))
 
 
-def _seconds_of(goodput: Goodput) -> dict[str, float]:
-    seconds = goodput.as_dict()
-    return {name: seconds[name] for name in PHASES}
+def _size_of(shape: Shape | None) -> str:
+    if shape is None:
+        return ""
+    return f"ranks: {shape.world_size:,}, workers: {len(shape.nodes):,}, backend: {shape.backend}"
 
 
 def _ranks_table(run: RunState) -> str:
-    usages = [usage for _, usage in sorted(run.usages.items())][:MAX_SHOWN_RANKS]
+    usages = list(run.usages.values())
     spent = list(dict.fromkeys(name for usage in usages for name in usage.seconds))
     used = [name for name in LABELS if any(name in amounts(usage) for usage in usages)]
-    steps = ["optimizer steps", "optimizer steps/s"] if any(usage.num_steps for usage in usages) else []
-    header = ["rank", *steps, *(f"{name} (s)" for name in spent)]
-    rows = [
-        [
-            usage.rank,
-            *([usage.num_steps, _brief(run.speeds[usage.rank].per_second)] if steps else []),
-            *(_brief(usage.seconds.get(name), ".1f") for name in spent),
-            *(_brief(amounts(usage).get(name)) for name in used),
-        ]
-        for usage in usages
-    ]
+    places = {} if run.shape is None else dict(_places_of(run.shape))
+    header = ["rank", "host", "worker", "device", "optimizer steps", "steps/s", *(f"{name} (s)" for name in spent)]
+    rows = []
+    for rank in sorted({*run.usages, *places})[:MAX_SHOWN_RANKS]:
+        row: list[object] = [rank, *places.get(rank, ("", "", ""))]
+        if (usage := run.usages.get(rank)) is None:
+            row += [""] * (2 + len(spent) + len(used))
+        else:
+            row += [usage.num_steps, _brief(run.speeds[rank].per_second)]
+            row += [_brief(usage.seconds.get(name), ".1f") for name in spent]
+            row += [_brief(amounts(usage).get(name)) for name in used]
+        rows.append(row)
     return report.table([*header, *(LABELS[name] for name in used)], rows)
 
 
@@ -228,39 +186,31 @@ def _brief(value: float | None, form: str = ".3g") -> str:
     return "" if value is None else format(value, form)
 
 
-def _who(shape: Shape | None) -> Iterable[str]:
-    if shape is None:
-        return
-    rows = [
-        (place.rank, place.local_rank, node.host, node.worker, _device(node, place), place.num_threads)
-        for node, places in zip(shape.nodes, shape.places, strict=True)
-        for place in places
-    ][:MAX_SHOWN_RANKS]
-    header = ("rank", "local rank", "host", "worker", "device", "threads")
-    versions = {name: version for node in shape.nodes[:1] for name, version in node.versions.items()}
-    pieces = [report.card("Ranks", report.table(header, rows))]
-    if versions:
-        pieces.append(report.card("Versions", report.table(("package", "version"), versions.items())))
-    note = f"ranks: {shape.world_size:,}, workers: {len(shape.nodes):,}, backend: {shape.backend}"
-    yield report.section("Who", report.grid(*pieces, least=300), note=note)
+def _places_of(shape: Shape) -> Iterator[tuple[int, tuple[str, str, str]]]:
+    for node, places in zip(shape.nodes, shape.places, strict=True):
+        names = dict(zip(node.gpus, node.gpu_names, strict=True))
+        for place in places:
+            device = "CPU" if place.gpu is None else f"{names[place.gpu]} (GPU {place.gpu})"
+            yield place.rank, (node.host, node.worker, device)
 
 
-def _device(node: Node, place: Place) -> str:
-    return "CPU" if place.gpu is None else f"{node.gpu_names[node.gpus.index(place.gpu)]} (GPU {place.gpu})"
-
-
-def _with_what(inputs: Mapping[str, Any]) -> Iterable[str]:
-    if inputs:
-        yield report.section("With what", report.card("Inputs", report.table(("name", "value"), inputs.items())))
+def _with_what(run: RunState) -> Iterable[str]:
+    versions = run.shape.nodes[0].versions if run.shape is not None and run.shape.nodes else {}
+    tables = {"Inputs": (("name", "value"), run.inputs), "Versions": (("package", "version"), versions)}
+    cards = [report.card(title, report.table(header, rows.items())) for title, (header, rows) in tables.items() if rows]
+    if cards:
+        yield report.section("With what", report.grid(*cards, least=300))
 
 
 def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) -> Iterable[str]:
-    rows: list[tuple[str, object]] = [(what, _address(where)) for what, where in places.items()]
-    rows += [("logs", "the task's own log has all that the ranks write, each line with its rank")]
-    pieces = [report.card("Places", report.table(("what", "where"), rows))]
+    pieces = []
+    if places:
+        rows = [(what, _address(where)) for what, where in places.items()]
+        pieces.append(report.card("Places", report.table(("what", "where"), rows)))
     if checkpoints:
         pieces.append(report.card("Checkpoints", _checkpoint_table(checkpoints)))
-    yield report.section("Where", report.grid(*pieces, least=380))
+    if pieces:
+        yield report.section("Where", report.grid(*pieces, least=380))
 
 
 def _address(place: str) -> object:

@@ -5,10 +5,10 @@ gang ─▶ Journal ─▶ journal.jsonl ─▶ run_of ─▶ RunState ─▶ pa
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -27,26 +27,9 @@ VARIABLE = "DASKPYTORCH_JOURNAL"
 """Folder for journals, each named by its training's id. Empty: no journals."""
 NAME = "journal.jsonl"
 MAX_LINES = 10_000
-"""Lines of one kind after which only every second event of this kind is written, then every fourth, ..."""
+"""The least time between two written events of a kind is the journal's age, divided by this number."""
 MAX_USAGES = 400
-
-
-@dataclass
-class _Kind:
-    limit: int
-    stride: int = 1
-    num_seen: int = 0
-    num_written: int = 0
-    left_out: journal.Event | None = None
-
-    def takes(self, event: journal.Event) -> bool:
-        is_written = self.num_seen % self.stride == 0
-        self.num_seen += 1
-        self.num_written += is_written
-        self.left_out = None if is_written else event
-        if is_written and self.num_written % self.limit == 0:
-            self.stride *= 2
-        return is_written
+"""The same of usages and accounts, which come every two seconds."""
 
 
 class Journal(Observer):
@@ -59,27 +42,37 @@ class Journal(Observer):
     def __init__(self, folder: Path, name: str | None = None) -> None:
         self._folder, self._name = folder, name
         self._file: IO[str] | None = None
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._began_at = 0.0
+        self._written_at: dict[Hashable, float] = {}
+        self._left_out: dict[Hashable, journal.Event] = {}
 
     def on_event(self, event: journal.Event) -> None:
         if isinstance(event, journal.Began):
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._began_at = event.time
             self._file = (self._folder / (self._name or f"{event.training.id}.jsonl")).open("a", encoding="utf-8")
         if self._file is None or isinstance(event, (journal.Wrote, journal.Prompted)):
             return
         if isinstance(event, journal.Logged) and event.record.rank != 0:
             return
         if (key := _key_of(event)) is None:
-            for kind in self._kinds.values():
-                if kind.left_out is not None:
-                    self._write(kind.left_out)
-                    kind.left_out = None
+            for left_out in self._left_out.values():
+                self._write(left_out)
+            self._left_out.clear()
             self._write(event)
-        elif self._kinds.setdefault(key, _Kind(MAX_LINES if key[0] == "records" else MAX_USAGES)).takes(event):
+        elif self._is_due(event, key):
+            self._left_out.pop(key, None)
+            self._written_at[key] = event.time
             self._write(event)
+        else:
+            self._left_out[key] = event
         if isinstance(event, journal.Ended):
             self._file.close()
             self._file = None
+
+    def _is_due(self, event: journal.Event, key: tuple[Hashable, ...]) -> bool:
+        num_lines = MAX_LINES if key[0] == "records" else MAX_USAGES
+        return event.time - self._written_at.get(key, -math.inf) >= (event.time - self._began_at) / num_lines
 
     def _write(self, event: journal.Event) -> None:
         assert self._file is not None  # noqa: S101 - `on_event` has opened it

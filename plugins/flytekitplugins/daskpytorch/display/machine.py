@@ -4,7 +4,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.notebook import is_notebook
@@ -79,8 +78,6 @@ class MachineLog(View):
         streams.tell("concluded", {"text": how, "places": dict(places), "advice": advice, **self._about()})
 
     def _log(self, event: journal.Event, level: int = logging.INFO, rank: int | None = None) -> None:
-        if isinstance(event, journal.Logged):
-            event = replace(event, record=event.record.bare())
         fields = journal.fields_of(event)
         streams.tell(fields.pop("event"), {**fields, **self._about(rank)}, level)
 

@@ -1,4 +1,4 @@
-"""Metrics of a training for the Deck, by step and by epoch, with a bounded number of points."""
+"""Metrics of a training for the Deck, by step, with a bounded number of points."""
 
 import functools
 import math
@@ -20,99 +20,62 @@ KIND = re.compile(r"_(step|epoch)$")
 """Suffixes that Lightning adds."""
 UNCHARTED = {"epoch", "samples_seen"}
 MAX_CURVES = 50
-"""Drawn metrics. Those of records with held-out metrics count separately."""
+"""Drawn metrics. As many held-out metrics may follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     title: str
-    by_step: Mapping[str, Points]
-    by_epoch: Mapping[str, Points]
+    curves: Mapping[str, Points]
     best: Mapping[str, Literal["min", "max"]]
 
 
 @dataclass
 class Metrics:
     is_crowded: bool = False
-    epoch: float | None = None
     _step: float = -math.inf
-    _steps: dict[str, Curve] = field(default_factory=dict)
-    """Over steps, without metrics of held-out data, such as `val_loss`.
-
-    Of a record with such metrics, the other values sum up an epoch if the step has had its record before.
-    """
-    _sums: dict[str, Curve] = field(default_factory=dict)
-    """Over epochs, from records with metrics of held-out data. An unknown epoch is NaN."""
-    _epoch_at: Curve = field(default_factory=Curve)
+    _curves: dict[str, Curve] = field(default_factory=dict)
 
     def take(self, step: int, numbers: Mapping[str, float], *, is_evaluation: bool = False) -> None:
         """Add a record's metrics, except values that cannot be drawn, such as NaN.
 
-        A late record of an evaluation belongs to the epoch of its step.
+        Beside held-out metrics, other values sum up an epoch if the step has had its record before, and are left out.
         """
-        epoch = numbers.get("epoch")
-        if is_evaluation:
-            epoch = self.epoch_at(step) if epoch is None else epoch
-        else:
-            if epoch is not None and abs(epoch) <= MAX_VALUE and epoch != self.epoch:
-                self._epoch_at.add((step, float(step), epoch))
-            self.epoch = epoch = numbers.get("epoch", self.epoch)
         sums_up = any(map(is_held_out, numbers))
         is_new = not is_evaluation and step > self._step
         self._step = step if is_new else self._step
-        x = epoch if epoch is not None and abs(epoch) <= MAX_VALUE else math.nan
         for name, value in numbers.items():
-            if name in UNCHARTED or not abs(value) <= MAX_VALUE:
-                continue
-            if sums_up:
-                self._add(self._sums, name, (step, x, value))
-            if not sums_up or (is_new and not is_held_out(name)):
-                self._add(self._steps, name, (step, float(step), value))
+            is_drawn = name not in UNCHARTED and abs(value) <= MAX_VALUE
+            if is_drawn and (not sums_up or is_new or is_held_out(name)):
+                self._add(name, (float(step), value))
 
-    def _add(self, curves: dict[str, Curve], name: str, point: Point) -> None:
-        if name not in curves and len(curves) == MAX_CURVES:
+    def _add(self, name: str, point: Point) -> None:
+        if name not in self._curves and len(self._curves) >= MAX_CURVES * (2 if is_held_out(name) else 1):
             self.is_crowded = True
         else:
-            curves.setdefault(name, Curve()).add(point)
+            self._curves.setdefault(name, Curve()).add(point)
 
     def cut(self, step: int | None) -> None:
         """Remove the points after `step`, which a restarted gang will log again. None removes all points."""
-        self.epoch = None
-        self._step = -math.inf if step is None else min(self._step, step)
-        self._epoch_at.cut(step if step is not None else -(1 << 63))
-        for curves in (self._steps, self._sums):
-            for name, curve in list(curves.items()):
-                if step is not None:
-                    curve.cut(step)
-                if step is None or not curve.kept:
-                    del curves[name]
-
-    def epoch_at(self, step: int) -> float | None:
-        return max(((x, epoch) for x, epoch in self._epoch_at.points if x <= step), default=(0.0, None))[1]
+        last = -math.inf if step is None else step
+        self._step = min(self._step, last)
+        for name, curve in list(self._curves.items()):
+            curve.cut(last)
+            if not curve.points:
+                del self._curves[name]
 
     def charts(self) -> Iterable[Chart]:
         groups: dict[str, list[str]] = defaultdict(list)
-        for name in dict.fromkeys((*self._steps, *self._sums)):
+        for name in self._curves:
             groups[base_of(name)].append(name)
         for base, names in sorted(groups.items(), key=lambda group: _rank_of(*group)):
             names.sort(key=is_held_out)
-            by_epoch = {name: points for name in names if (points := self._by_epoch(name))}
             held_out = [name for name in names if is_held_out(name)]
-            is_judged = bool(held_out) or direction_of(base) is not None  # a learning rate by epoch has no news
             yield Chart(
                 title=(base if len(names) > 1 else names[0]).replace("_", " "),
-                by_step={name: self._by_step(name) for name in names},
-                by_epoch=by_epoch if is_judged and any(len(points) > 1 for points in by_epoch.values()) else {},
+                curves={name: self._curves[name].points for name in names},
                 best={name: mode for name in held_out or names if (mode := direction_of(name)) is not None},
             )
-
-    def _by_step(self, name: str) -> Points:
-        curve = self._steps.get(name) or self._sums[name]
-        return [(float(step), value) for step, _, value in curve.kept]
-
-    def _by_epoch(self, name: str) -> Points:
-        points = self._sums[name].points if name in self._sums else []
-        return list({epoch: value for epoch, value in points if not math.isnan(epoch)}.items())
 
 
 @functools.lru_cache(200)

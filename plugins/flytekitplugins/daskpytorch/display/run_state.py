@@ -22,19 +22,17 @@ from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import End, Shape
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import Curve, Span, Tone
 from flytekitplugins.daskpytorch.report import Event as PageEvent
 from flytekitplugins.daskpytorch.report.chart import Points
 
 MAX_RECORDS = 100_000
 """About 46 MB of the driver's memory. Beyond, the oldest are removed."""
-MAX_EVENTS = 2_000
+MAX_EVENTS = 300
+"""The first 150 and the newest stay."""
 MAX_SPANS = 400
 MAX_SPOILT = 20
-MAX_DRAWINGS = 8
-MAX_PICTURES = 500_000
-"""Bytes of a Deck's pictures together. Others are in trackers alone."""
 MAX_USAGE_POINTS = 400
 MAX_NAMES = 10_000
 """Metrics with a newest value. Names made up at run time beyond it begin anew."""
@@ -77,7 +75,6 @@ class History:
         self.phase: Phase | None = Phase(WORKERS, "idle")
         self._since = began_at
         self._spans: list[Span] = []
-        self._in_a_row: tuple[int, int] | None = None
 
     def spans(self, now: float) -> list[Span]:
         if self.phase is None:
@@ -87,19 +84,7 @@ class History:
 
     def tell(self, event: journal.Event, text: str, tone: Tone = "idle") -> None:
         heading, _, detail = text.strip().partition("\n")
-        self._append(event, heading, detail.rstrip(), tone)
-        self._in_a_row = None
-
-    def tell_checkpoint(self, event: journal.Checkpointed) -> None:
-        first, number = self._in_a_row or (event.step, 0)
-        if number:
-            self.events.pop()
-        text = f"{number + 1:,} checkpoints, of steps {first:,} to {event.step:,}"
-        self._append(event, text if number else f"checkpoint of step {event.step:,}", tone="good")
-        self._in_a_row = first, number + 1
-
-    def _append(self, event: journal.Event, text: str, detail: str = "", tone: Tone = "idle") -> None:
-        self.events.append(PageEvent(time=event.time, text=text, detail=detail, tone=tone))
+        self.events.append(PageEvent(time=event.time, text=heading, detail=detail.rstrip(), tone=tone))
         if len(self.events) > MAX_EVENTS:
             del self.events[MAX_EVENTS // 2]
 
@@ -135,7 +120,6 @@ class RunState(Observer):
     values: Values = field(default_factory=Values)
     rate: Pace = field(default_factory=Pace)
     metrics: Metrics = field(default_factory=Metrics)
-    drawings: dict[str, tuple[int, Histogram | Picture]] = field(default_factory=dict)
     usages: dict[int, RankUsage] = field(default_factory=dict)
     speeds: dict[int, Pace] = field(default_factory=dict)
     """Optimizer steps in the current attempt, by rank. The time before a rank's first batch is left out."""
@@ -256,8 +240,6 @@ class RunState(Observer):
 
     @_fold.register
     def _(self, event: journal.Logged) -> None:
-        for name, drawing in event.record.drawings.items():
-            self._draw(name, event.record.step, drawing)
         record = event.record.bare()
         numbers = record.numbers
         self.records.append(record)
@@ -271,18 +253,11 @@ class RunState(Observer):
                 self._spoilt.add(name)
                 self.history.tell(event, f"{name} is {value:g} at step {record.step:,}", "bad")
 
-    def _draw(self, name: str, step: int, drawing: Histogram | Picture) -> None:
-        self.drawings.pop(name, None)
-        if isinstance(drawing, Histogram) or len(drawing.png) <= MAX_PICTURES:
-            self.drawings[name] = step, drawing
-        while len(self.drawings) > MAX_DRAWINGS or sum(map(_size_of, self.drawings.values())) > MAX_PICTURES:
-            del self.drawings[next(iter(self.drawings))]
-
     @_fold.register
     def _(self, event: journal.Calling) -> None:
         self.stays = True
         self.call, self.called_at = event.name, event.time
-        self.metrics, self.drawings = Metrics(), {}
+        self.metrics = Metrics()
         self.cut(())
         self.history.tell(event, f"calls {event.name}")
         self.history.enter(event, Phase(TRAINING, "busy"))
@@ -300,7 +275,6 @@ class RunState(Observer):
     def _(self, event: journal.Checkpointed) -> None:
         self.num_checkpoints += 1
         self.checkpoint = event.step, event.time
-        self.history.tell_checkpoint(event)
 
     @_fold.register
     def _(self, event: journal.Listed) -> None:
@@ -319,7 +293,7 @@ class RunState(Observer):
             values[STEPS] = speed.per_second
         for what, value in values.items():
             line = self._lines.setdefault(what, {}).setdefault(f"rank {usage.rank}", Curve(MAX_USAGE_POINTS))
-            line.add((0, max(0.0, usage.time - self.began_at), value))
+            line.add((max(0.0, usage.time - self.began_at), value))
 
     @_fold.register
     def _(self, event: journal.Accounted) -> None:
@@ -331,7 +305,6 @@ class RunState(Observer):
         if event.kind is not None:
             self.failures[event.kind] += 1
         self.metrics.cut(step)
-        self.drawings = {name: each for name, each in self.drawings.items() if step is not None and each[0] <= step}
         self.cut(self.records, -math.inf if step is None else step)
         start = f"from step {step:,}" if step is not None else "without a checkpoint"
         self.history.tell(event, f"goes on {start}: {event.reason}", "good" if event.kind is None else "bad")
@@ -378,10 +351,6 @@ class RunState(Observer):
         self.values = values
         self.rate.clear()
         self._spoilt.clear()
-
-
-def _size_of(drawn: tuple[int, Histogram | Picture]) -> int:
-    return len(drawn[1].png) if isinstance(drawn[1], Picture) else 0
 
 
 class View(Observer):

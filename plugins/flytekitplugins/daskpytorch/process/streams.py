@@ -5,7 +5,6 @@ The log has lines for people, straight to standard error, so that the program's 
 """
 
 import argparse
-import base64
 import contextlib
 import copy
 import dataclasses
@@ -205,8 +204,6 @@ def plain(value: Any) -> Any:
     """Return a value that JSON can express. Other objects than dataclasses become their `str`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -5,12 +5,12 @@
                                   └────▶ fields_of ─▶ JSON log, journal file ─▶ event_of ─▶ RunState
 
 The JSON form of an event is an object with `time` (ISO 8601, UTC), `event` (the class's name in small letters) and the
-fields of the class. A dataclass becomes an object, bytes become base64, and NaN and infinities become strings.
+fields of the class. A dataclass becomes an object, and NaN and infinities become strings. Histograms and pictures are
+left out.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
 import time
@@ -23,7 +23,7 @@ from typing import Any
 from flytekitplugins.daskpytorch.errors import GangCancelledError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import plain
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 
 HINT_END = "(A hint, given once; Gang(hints=False) for none.)"
 OUTCOMES: Mapping[type[BaseException], str] = {
@@ -265,6 +265,8 @@ KINDS: Mapping[str, type[Event]] = {kind.__name__.lower(): kind for kind in Even
 
 
 def fields_of(event: Event) -> dict[str, Any]:
+    if isinstance(event, Logged):
+        event = dataclasses.replace(event, record=event.record.bare())
     moment = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="microseconds")
     names = [each.name for each in dataclasses.fields(event) if each.repr and each.name != "time"]
     found = {name: plain(getattr(event, name)) for name in names}
@@ -299,12 +301,5 @@ def _dialect() -> Any:
 
 
 def _record(fields: Mapping[str, Any]) -> LogRecord:
-    return LogRecord(**{**fields, "metrics": {name: _metric(value) for name, value in fields["metrics"].items()}})
-
-
-def _metric(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        if "png" in value:
-            return Picture(**{**value, "png": base64.b64decode(value["png"])})
-        return Histogram(**{name: tuple(numbers) for name, numbers in value.items()})
-    return float(value) if value in ODD_NUMBERS else value
+    metrics = {name: float(value) if value in ODD_NUMBERS else value for name, value in fields["metrics"].items()}
+    return LogRecord(**{**fields, "metrics": metrics})

@@ -1,6 +1,6 @@
 """Line charts over steps, epochs or seconds, curves with a bounded number of points, and timelines with events.
 
-uPlot draws the charts in the reader's browser. Each chart has a summary and a table, too.
+uPlot draws the charts in the reader's browser. Each chart has a table, too.
 """
 
 import json
@@ -10,26 +10,31 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flytekitplugins.daskpytorch.process.streams import one_line
-from flytekitplugins.daskpytorch.report.pieces import LARGE, Tone, cells_table, element, folded, name_of, text_of, whole
+from flytekitplugins.daskpytorch.report.pieces import (
+    LARGE,
+    NUM_COLOURS,
+    Tone,
+    cells_table,
+    element,
+    folded,
+    name_of,
+    text_of,
+    whole,
+)
 
 __all__ = ["Curve", "Event", "Span", "duration", "line_chart", "timeline"]
 
 MAX_VALUE = 1e200
-NUM_COLOURS = 8
 NUM_ROWS = 12
 """Evenly spread rows in the table below a chart. Short lines may add as many."""
 WIDE_RANGE = 100.0
 """Largest to smallest value, above which a chart first has a logarithmic axis."""
 MAX_MARKS = 100
 MAX_POINTS = 2_000
-Point = tuple[int, float, float]
-"""Step at which the point was logged, x and y."""
-Points = list[tuple[float, float]]
-MAX_EVENTS = 300
-"""The first 150 and the last 150 if there are more."""
+Point = tuple[float, float]
+Points = list[Point]
 MAX_TEXT = 300
 MAX_DETAIL = 1_000
-MAX_SPANS = 400
 NUM_TICKS = 5
 NARROW = 4.0
 """Percent of the timeline from which a span is drawn with its name."""
@@ -43,15 +48,15 @@ def line_chart(
     *,
     best: Mapping[str, Literal["min", "max"]] | None = None,
     marks: Sequence[tuple[float, str]] = (),
-    log: bool | None = None,
     dashed: Iterable[str] = (),
     from_zero: bool = False,
     max_points: int | None = None,
 ) -> str:
-    """Return a line chart as HTML, with newest and best values, and a summary and a table for screen readers.
+    """Return a line chart as HTML, with newest and best values, and a table for screen readers.
 
     In the browser, readers see values under the pointer, and hide lines by a click on their names. A marked part is
-    enlarged until a double click. If all values are positive, readers can choose a logarithmic scale.
+    enlarged until a double click. If all values are positive, readers can choose a logarithmic scale. A chart begins
+    with that scale if the largest value is over 100 times the smallest.
 
     Args:
         title: Title above the chart, followed by `x_label`.
@@ -59,10 +64,8 @@ def line_chart(
         x_label: Name of the x axis, for example "step".
         best: Lines with a ring at their lowest ("min") or highest ("max") point.
         marks: Vertical lines: x and a text for each.
-        log: True to begin with a logarithmic scale, False with a linear one. None: logarithmic if the largest value is
-            over 100 times the smallest.
         dashed: Names of dashed lines, for example a baseline.
-        from_zero: True for an axis that begins at 0, unless it is logarithmic.
+        from_zero: True for a linear axis that begins at 0.
         max_points: Maximum number of points of a line. Longer lines are thinned, but keep their spikes. None: 2,000.
 
     Examples:
@@ -73,13 +76,12 @@ def line_chart(
     drawn = {name: thinned(_finite(points), max_points) for name, points in curves.items()}
     chosen = {name: best_of(drawn[name], mode) for name, mode in (best or {}).items() if drawn.get(name)}
     values = [y for points in drawn.values() for _, y in points]
-    is_positive = bool(values) and min(values) > 0
-    is_log = is_positive and (max(values) > WIDE_RANGE * min(values) if log is None else log)
+    is_positive = bool(values) and min(values) > 0 and not from_zero
     data = {
         "title": name_of(title),
         "x_label": x_label,
-        "log": is_log,
-        "positive": is_positive and not from_zero,
+        "log": is_positive and max(values) > WIDE_RANGE * min(values),
+        "positive": is_positive,
         "whole": all(float(x).is_integer() for points in drawn.values() for x, _ in points),
         "from_zero": from_zero,
         "marks": [{"x": x, "text": words} for x, words in marks[-MAX_MARKS:]],
@@ -95,25 +97,18 @@ def line_chart(
             for i, (name, points) in enumerate(drawn.items())
         ],
     }
-    summary = "; ".join(_summary(name, points, x_label, chosen.get(name)) for name, points in drawn.items())
+    marked = "; ".join(f"{words} at {x_label} {text_of(x)}" for x, words in marks[-MAX_MARKS:])
     content = (
         element("header", element("figcaption", f"{text_of(name_of(title))} <small>by {text_of(x_label)}</small>"))
         + element(
             "ul", "".join(_legend(i, *item, chosen.get(item[0])) for i, item in enumerate(drawn.items())), "dpt-legend"
         )
-        + element("div", "", "dpt-plot", role="img", tabindex=0, aria_label=f"{name_of(title)} by {x_label}: {summary}")
-        + (element("p", f"┆ {text_of(_marked(marks, x_label))}", "dpt-soft dpt-text") if marks else "")
+        + element("div", "", "dpt-plot", role="img", tabindex=0, aria_label=f"{name_of(title)} by {x_label}")
+        + (element("p", f"┆ {text_of(marked)}", "dpt-soft dpt-text") if marks else "")
         + folded(f"Values by {x_label}", _values(drawn, x_label))
         + f'<script type="application/json">{_json(data)}</script>'
     )
     return whole(element("figure", content, "dpt-card dpt-chart"))
-
-
-def _marked(marks: Sequence[tuple[float, str]], x_label: str) -> str:
-    by_words: dict[str, list[str]] = {}
-    for x, what in marks[-MAX_MARKS:]:
-        by_words.setdefault(what, []).append(text_of(x))
-    return "; ".join(f"{what} at {x_label} {', '.join(at)}" for what, at in by_words.items())
 
 
 def _finite(points: Iterable[tuple[float, float]]) -> Points:
@@ -131,15 +126,6 @@ def _legend(index: int, name: str, points: Points, best: tuple[float, float] | N
     newest = text_of(points[-1][1]) if points else "no values"
     remark = f" best {text_of(best[1])} at {text_of(best[0])}" if best is not None else ""
     return element("li", f"{button}<b>{newest}</b>{remark}", style=f"--c:var(--c{index % NUM_COLOURS})")
-
-
-def _summary(name: str, points: Points, x_label: str, best: tuple[float, float] | None) -> str:
-    name = name_of(name)
-    if not points:
-        return f"{name}: no values"
-    (first_x, first), (last_x, last) = points[0], points[-1]
-    text = f"{name}: {text_of(first)} at {x_label} {text_of(first_x)}, {text_of(last)} at {text_of(last_x)}"
-    return text if best is None else f"{text}, best {text_of(best[1])} at {text_of(best[0])}"
 
 
 def _values(curves: Mapping[str, Points], x_label: str) -> str:
@@ -181,7 +167,7 @@ class Curve:
         >>> from flytekitplugins.daskpytorch import report
         >>> curve = report.Curve(max_points=100)
         >>> for step in range(10_000):
-        ...     curve.add((step, float(step), 9.0 if step == 5_000 else 1.0))  # step, x and y
+        ...     curve.add((step, 9.0 if step == 5_000 else 1.0))
         >>> len(curve.points) <= 100, max(y for _, y in curve.points)
         (True, 9.0)
     """
@@ -194,7 +180,7 @@ class Curve:
         self._newest: Point | None = None
 
     def add(self, point: Point) -> None:
-        """Add the next point."""
+        """Add the next point (x, y)."""
         if self._room == 0:
             if len(self._buckets) >= self._max_buckets:
                 self._halve()
@@ -203,23 +189,18 @@ class Curve:
         self._room -= 1
         self._newest = point
         bucket = self._buckets[-1]
-        if len(bucket) < 2 or not (bucket[0][2] < point[2] < bucket[1][2] or bucket[1][2] < point[2] < bucket[0][2]):
+        if len(bucket) < 2 or not (bucket[0][1] < point[1] < bucket[1][1] or bucket[1][1] < point[1] < bucket[0][1]):
             self._buckets[-1] = _extremes([*bucket, point])
 
-    def cut(self, step: int) -> None:
-        """Remove the points of steps after `step`."""
-        self._buckets = [kept for bucket in self._buckets if (kept := [point for point in bucket if point[0] <= step])]
+    def cut(self, x: float) -> None:
+        """Remove the points after `x`."""
+        self._buckets = [kept for bucket in self._buckets if (kept := [point for point in bucket if point[0] <= x])]
         self._room = 0
-        self._newest = self._newest if self._newest is not None and self._newest[0] <= step else None
+        self._newest = self._newest if self._newest is not None and self._newest[0] <= x else None
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The x and y of the kept points, in order."""
-        return [(x, y) for _, x, y in self.kept]
-
-    @property
-    def kept(self) -> list[Point]:
-        """The step, x and y of the kept points, in order."""
+        """The kept points (x, y), in order."""
         kept = [point for bucket in self._buckets for point in bucket]
         return kept if self._newest is None or kept[-1:] == [self._newest] else [*kept, self._newest]
 
@@ -236,16 +217,16 @@ def thinned(points: list[tuple[float, float]], max_points: int | None = None) ->
     if len(points) <= (max_points or MAX_POINTS):
         return points
     curve = Curve(max_points)
-    for x, y in points:
-        curve.add((0, x, y))
+    for point in points:
+        curve.add(point)
     return curve.points
 
 
 def _extremes(points: list[Point]) -> list[Point]:
     if len(points) < 3:
         return points
-    lowest = min(points, key=operator.itemgetter(2))
-    highest = max(reversed(points), key=operator.itemgetter(2))
+    lowest = min(points, key=operator.itemgetter(1))
+    highest = max(reversed(points), key=operator.itemgetter(1))
     return [point for point in points if point is lowest or point is highest]
 
 
@@ -267,7 +248,7 @@ class Event:
     text: str
     """Description of the event, in one line."""
     detail: str = ""
-    """Details in one or more lines. Of long details, the end is shown."""
+    """Details in one or more lines. Of long details, the last 1,000 characters are shown."""
     tone: Tone = "idle"
     """Colour of the event."""
 
@@ -310,10 +291,10 @@ def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
     times = [*(time for span in spans for time in (span.start, span.end)), *(event.time for event in events)]
     start = min(times, default=0.0)
     length = max(max(times, default=0.0) - start, 1e-3)
-    line = "".join(_drawn(span, start, length) for span in spans[-MAX_SPANS:])
-    marks = "".join(_mark(event, start, length) for event in _ends(events))
+    line = "".join(_drawn(span, start, length) for span in spans)
+    marks = "".join(_mark(event, start, length) for event in events)
     ticks = "".join(element("span", duration(length * i / (NUM_TICKS - 1))) for i in range(NUM_TICKS))
-    words = "; ".join(f"{span.text} {duration(span.end - span.start)}" for span in spans[-MAX_SPANS:])
+    words = "; ".join(f"{span.text} {duration(span.end - span.start)}" for span in spans)
     content = (
         element("div", marks, "dpt-marks", aria_hidden="true")
         + element("div", line, "dpt-track", role="img", aria_label=f"timeline of {duration(length)}: {words}")
@@ -356,23 +337,8 @@ def _mark(event: Event, start: float, length: float) -> str:
 
 def _events(events: Sequence[Event], start: float) -> str:
     rows = []
-    for event in _ends(events):
+    for event in events:
         dot = element("span", "", f"dpt-dot dpt-{event.tone}", aria_hidden="true")
-        detail = element("span", text_of(_end_of(event.detail)), "dpt-soft") if event.detail else ""
+        detail = element("span", text_of(event.detail[-MAX_DETAIL:]), "dpt-soft") if event.detail else ""
         rows.append([f"+{duration(event.time - start)}", dot + text_of(one_line(event.text, MAX_TEXT)) + detail])
-    if (left_out := len(events) - len(rows)) > 0:
-        rows.insert(MAX_EVENTS // 2, ["", f"… {left_out:,} more …"])
     return cells_table(["after", "what happened"], rows, "dpt-events") if rows else ""
-
-
-def _end_of(detail: str) -> str:
-    if len(detail) <= MAX_DETAIL:
-        return detail
-    _, _, rest = detail[-MAX_DETAIL:].partition("\n")
-    return f"…\n{rest}" if rest else f"…{detail[-MAX_DETAIL:]}"
-
-
-def _ends(events: Sequence[Event]) -> Sequence[Event]:
-    if len(events) <= MAX_EVENTS:
-        return events
-    return [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]

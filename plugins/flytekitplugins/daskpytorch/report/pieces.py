@@ -35,7 +35,7 @@ Tone = Literal["busy", "good", "bad", "warn", "idle"]
 """Meaning of a colour on a page, for example `bad` for a failure."""
 NUMBER = re.compile(r"([-+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|ms|GiB|MiB))?|nan|-?inf)?")
 LARGE = 1e15
-MAX_SHARES = 8
+NUM_COLOURS = 8
 MAX_NAME = 60
 MAX_TEXT = 20_000
 """A longer text loses its middle."""
@@ -261,19 +261,19 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
     """Return the parts of a whole as a bar, with name, number and share of each part.
 
     Args:
-        values: The parts by name, each at least 0. If there are more than eight, the smallest are added up as "others".
+        values: The parts by name, each at least 0.
         unit: The unit behind the numbers.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
         >>> html = report.shares({"stepping": 90.0, "saving": 6.0, "starting": 4.0}, unit="s")
     """
-    parts = _largest({name: value for name, value in values.items() if value > 0 and math.isfinite(value)})
+    parts = {name: value for name, value in values.items() if value > 0 and math.isfinite(value)}
     total = sum(parts.values()) or 1.0
-    order = list(values if len(values) <= MAX_SHARES else parts)  # a part keeps its colour where another one is 0
+    order = list(values)  # a part keeps its colour where another one is 0
     bar, legend = "", ""
     for name, part in parts.items():
-        colour, behind = f"--c:var(--c{order.index(name)})", text_of(unit and f" {unit}")
+        colour, behind = f"--c:var(--c{order.index(name) % NUM_COLOURS})", text_of(unit and f" {unit}")
         bar += element("span", style=f"{colour};width:{100 * part / total:.2f}%")
         legend += element("li", f"{text_of(name)} <b>{part / total:.0%}</b> {brief(part)}{behind}", style=colour)
     return whole(element("div", bar, "dpt-shares", aria_hidden="true") + element("ul", legend, "dpt-legend"))
@@ -316,13 +316,6 @@ def cells_table(header: Sequence[str], cells: Sequence[Sequence[str]], class_: s
     return element(
         "div", element("table", content), f"dpt-scroll {class_}".rstrip(), tabindex=0, role="group", aria_label="table"
     )
-
-
-def _largest(parts: Mapping[str, float]) -> dict[str, float]:
-    if len(parts) <= MAX_SHARES:
-        return dict(parts)
-    ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return {**dict(ordered[: MAX_SHARES - 1]), "others": sum(value for _, value in ordered[MAX_SHARES - 1 :])}
 
 
 # ---- HTML
