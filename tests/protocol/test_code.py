@@ -78,7 +78,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in PROJECT.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(textwrap.dedent(text))
-    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (project_module.MAX_RESOURCE_BYTES + 1))
+    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (project_module.MAX_DATA_BYTES + 1))
     before = set(sys.modules)
     with monkeypatch.context() as patch:
         patch.syspath_prepend(root)
@@ -110,7 +110,7 @@ def unpacked_elsewhere(code: code_module.Code, folder: Path) -> Path:
 def test_a_project_travels_whole_and_nothing_else_does(project: Path) -> None:
     """Also modules that nobody has imported yet, neighbours of modules, small resources, and code of any size."""
     assert "ship_project.later" not in sys.modules
-    (project / "ship_project/tables.py").write_text("#" * (project_module.MAX_RESOURCE_BYTES + 1))
+    (project / "ship_project/tables.py").write_text("#" * (project_module.MAX_DATA_BYTES + 1))
     names = names_in(code_module.pack_code())
     stay = {"ship_project/__pycache__/junk.cpython-311.pyc", "ship_project/.hidden/secret.py", ".env"}
     stay |= {"unrelated_package/__init__.py"}
@@ -120,13 +120,12 @@ def test_a_project_travels_whole_and_nothing_else_does(project: Path) -> None:
     assert tops.isdisjoint({"flytekitplugins", "flytekit", "pytest", "_pytest", "cloudpickle", "json", "tarfile"})
 
 
-def test_small_files_beside_a_module_travel_up_to_a_limit_for_all(project: Path) -> None:
-    for index in range(4):
-        (project / f"{index}.bin").write_bytes(b"x" * (project_module.MAX_RESOURCE_BYTES - index))
-    (project / "5.bin").write_bytes(b"x" * (project_module.MAX_RESOURCE_BYTES + 1))
-    code = code_module.pack_code()
-    assert {"notes.txt", "1.bin", "2.bin", "3.bin"} <= names_in(code)
-    assert {"0.bin", "5.bin"}.isdisjoint(names_in(code))  # the smallest first; the two kilobytes are of notes and these
+def test_files_beside_the_code_travel_up_to_a_limit_the_smallest_first(project: Path) -> None:
+    for name, share in (("half", 2), ("quarter", 4), ("another", 4)):
+        (project / name).write_bytes(bytes(project_module.MAX_DATA_BYTES // share))
+    names = names_in(code_module.pack_code())
+    assert {"notes.txt", "quarter", "another"} <= names
+    assert "half" not in names
 
 
 def test_files_that_cannot_be_read_stay(project: Path) -> None:

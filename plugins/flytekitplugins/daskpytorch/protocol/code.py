@@ -19,16 +19,12 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, Self
 
 from flytekitplugins.daskpytorch.process.folders import state_of
-from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.system import running_kernel
-from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.script import Script, attributes_of
-
-MAX_SPARE_PART = 256 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +33,10 @@ class Program:
     """Command line of the user's script, or None if the program is not the user's, such as pyflyte."""
     module: str | None = None
     package: str | None = None
-    spare_parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     cells: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Name -> source code without a file, such as a notebook's cells."""
     levels: Mapping[str, int] = field(default_factory=dict)
-    handlers: Sequence[bytes] = field(default=(), repr=False)
+    log_format: logging.Formatter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +73,10 @@ def pack_code(script: Script | None = None) -> Code:
     project = Project.loaded()
     if script is not None:
         project.add_script(script)
-    is_users = project.script is not None or not hasattr(sys.modules["__main__"], "__file__")
+    is_users = script is None and (project.script is not None or not hasattr(sys.modules["__main__"], "__file__"))
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, path in sorted(project.files.items()):
+        for name, path in project.travelling():
             _add(archive, name, path)
     data = buffer.getvalue()
     return Code(
@@ -89,44 +84,26 @@ def pack_code(script: Script | None = None) -> Code:
         digest=hashlib.sha256(data).hexdigest(),
         script=project.script,
         folders=project.folders(),
-        originals={
-            name: (str(path), state_of(path))
-            for name, path in project.files.items()
-            if is_code(path) or name == project.script
-        },
+        originals={name: (str(path), state_of(path)) for name, path in project.files.items() if project.is_code(name)},
         machine=running_kernel(),
-        program=_program(script, is_users=is_users),
+        program=_program(is_users=is_users),
     )
 
 
-def _program(script: Script | None, *, is_users: bool) -> Program:
-    levels, handlers = dict(_levels()), tuple(_handlers())
-    if script is not None:
-        module = script.given if script.is_module else None
-        return Program(arguments=script.args, module=module, levels=levels, handlers=handlers)
+def _program(*, is_users: bool) -> Program:
+    levels, log_format = dict(_levels()), _log_format()
     if not is_users:
-        return Program(levels=levels, handlers=handlers)
+        return Program(levels=levels, log_format=log_format)
     main = sys.modules["__main__"]
+    entries = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1}  # others are not read yet
     return Program(
         arguments=tuple(sys.argv[1:]),
         module=getattr(getattr(main, "__spec__", None), "name", None),
         package=getattr(main, "__package__", None),
-        spare_parts=pickling.spare_parts(MAX_SPARE_PART),
-        cells={
-            name: "".join(lines)
-            for name in _places()
-            if not Path(name).exists() and (lines := linecache.getlines(name))
-        },
+        cells={name: "".join(lines) for name, (_, changed_at, lines, _) in entries.items() if changed_at is None},
         levels=levels,
-        handlers=handlers,
+        log_format=log_format,
     )
-
-
-def _places() -> set[str]:
-    functions = [value for value in pickling.definitions().values() if isinstance(value, FunctionType)]
-    classes = [value for value in pickling.definitions().values() if isinstance(value, type)]
-    functions += [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
-    return {function.__code__.co_filename for function in functions}
 
 
 def _levels() -> Iterator[tuple[str, int]]:
@@ -137,12 +114,10 @@ def _levels() -> Iterator[tuple[str, int]]:
             yield name, logger.level
 
 
-def _handlers() -> Iterator[bytes]:
-    for handler in logging.root.handlers:
-        stream = getattr(handler, "stream", None)
-        if stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            with contextlib.suppress(Exception):  # a user's own formatter may hold objects of any kind
-                yield pickling.dumps((stream, handler.level, handler.formatter))
+def _log_format() -> logging.Formatter | None:
+    """Return the format of `logging.basicConfig`. A class of the user's does not travel in this way."""
+    formats = [each.formatter for each in logging.root.handlers if type(each) is logging.StreamHandler]
+    return next((each for each in formats if type(each) is logging.Formatter), None)
 
 
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
@@ -196,11 +171,10 @@ def _unpacked(code: Code, folder: Path) -> Path:
 
 # ---- Files of the project
 
-MAX_RESOURCE_BYTES = 1 << 20
-"""Bytes of one data file beside the user's code."""
-MAX_BESIDE_BYTES = 4 << 20
-"""Bytes of all data files from the folder of a script, or of another module outside a package."""
+MAX_DATA_BYTES = 8 << 20
+"""Bytes of all files beside the code that travel, the smallest first."""
 MAX_FILES = 10_000
+"""Files of a folder outside git, such as a home folder with one script."""
 CODE_SUFFIXES = {".py", ".pyi", ".so"}
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", *INSTALLED_FOLDERS}
@@ -227,7 +201,8 @@ class Project:
                 companions.add((root, relative.parts[0] if len(relative.parts) > 1 else None))
         for root, package in sorted(companions, key=str):
             project.roots.add(root)
-            project._add(root, _files_beside(root) if package is None else _files_below(root / package))
+            found = _files_beside(root) if package is None else _files_below(root / package)
+            project.files = _named(root, found) | project.files
         return project
 
     def add_script(self, script: Script) -> None:
@@ -236,18 +211,18 @@ class Project:
             return
         root = self._first = Path(script.folder)
         self.script = str(Path(script.file).relative_to(root))
-        self.files[self.script] = Path(script.file)
         self.roots.add(root)
-        self._add(root, _files_of_script(root), is_script=True)
+        # It replaces files of the same name.
+        self.files |= _named(root, _files_of_script(root)) | {self.script: Path(script.file)}
 
-    def _add(self, root: Path, paths: Iterable[Path], *, is_script: bool = False) -> None:
-        """A script's folder replaces files of the same name, and all its data counts for the limit."""
-        total = 0
-        for path in paths:
-            name, size = str(path.relative_to(root)), _size_of(path)
-            total += size if (is_script or path.parent == root) and not is_code(path) else 0
-            if is_code(path) or (size <= MAX_RESOURCE_BYTES and total <= MAX_BESIDE_BYTES):
-                self.files[name] = path if is_script else self.files.get(name, path)
+    def travelling(self) -> list[tuple[str, Path]]:
+        data = sorted((_size_of(path), name) for name, path in self.files.items() if not self.is_code(name))
+        totals = itertools.accumulate(size for size, _ in data)
+        left_out = {name for (_, name), total in zip(data, totals, strict=True) if total > MAX_DATA_BYTES}
+        return [(name, path) for name, path in sorted(self.files.items()) if name not in left_out]
+
+    def is_code(self, name: str) -> bool:
+        return Path(name).suffix in CODE_SUFFIXES or name == self.script
 
     def folders(self) -> Sequence[str]:
         """Return the source folders in `sys.path` order, or none if a module (not data) in one hides another's."""
@@ -255,7 +230,7 @@ class Project:
         roots = sorted(self.roots, key=lambda root: (root != self._first, order.get(str(root), len(order)), str(root)))
         if len(roots) > 1:
             for name, path in self.files.items():
-                if is_code(path) and path != next((root / name for root in roots if (root / name).exists()), None):
+                if self.is_code(name) and path != next((root / name for root in roots if (root / name).exists()), None):
                     return ()
         return [str(root) for root in roots]
 
@@ -327,20 +302,18 @@ def _files_below(root: Path) -> Iterator[Path]:
         yield from (path for name in sorted(names) if name[0] != "." and (path := Path(folder, name)).is_file())
 
 
-def _files_beside(root: Path) -> list[Path]:
-    return _modules_first(path for path in root.glob("[!.]*") if path.is_file())
+def _named(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
+    return {str(path.relative_to(root)): path for path in paths}
 
 
-def _files_of_script(root: Path) -> list[Path]:
+def _files_beside(root: Path) -> Iterator[Path]:
+    return (path for path in root.glob("[!.]*") if path.is_file())
+
+
+def _files_of_script(root: Path) -> Iterable[Path]:
     if root == Path(root.anchor):  # of a container; /proc and /sys are below
         return _files_beside(root)
-    found = list(itertools.islice(_known_to_git(root) or _files_below(root), MAX_FILES + 1))
-    if len(found) > MAX_FILES:
-        say(
-            f"{root}, the folder of the script, has more than {MAX_FILES:,} files: ranks on other machines get the "
-            "first ones only. Move the script to a folder of its own, or name data in a .gitignore there."
-        )
-    return _modules_first(found[:MAX_FILES])
+    return _known_to_git(root) or itertools.islice(_files_below(root), MAX_FILES)
 
 
 def _known_to_git(root: Path) -> list[Path]:
@@ -357,16 +330,8 @@ def _known_to_git(root: Path) -> list[Path]:
     return [*filter(Path.is_file, visible), *inner]
 
 
-def _modules_first(paths: Iterable[Path]) -> list[Path]:
-    return sorted(paths, key=lambda path: (not is_code(path), _size_of(path), path))
-
-
 def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:  # the file has just been removed
         return 0
-
-
-def is_code(path: Path) -> bool:
-    return path.suffix in CODE_SUFFIXES

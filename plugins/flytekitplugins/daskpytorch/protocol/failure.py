@@ -5,7 +5,6 @@ Written by the rank and its agent.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import pickle
 import re
@@ -149,7 +148,7 @@ class Failure:
         )
 
     def rebuilt(self) -> Exception | None:
-        """Return the exception in its own type: unpickled, or a builtin one with equal text. None if neither works.
+        """Return the exception in its own type, or None if its pickle cannot be made or opened.
 
         An exception that would end the driver (`SystemExit`) gives None, and a `StopIteration` becomes a
         `RuntimeError`.
@@ -158,10 +157,6 @@ class Failure:
         if self.pickled is not None:
             with contextlib.suppress(BaseException):  # extensions in Rust raise exceptions of their own on wrong data
                 error = pickle.loads(self.pickled)  # noqa: S301 - from the gang's own rank, over its agent's connection
-        kind = getattr(builtins, self.type_name, None)
-        if error is None and isinstance(kind, type) and issubclass(kind, Exception):
-            with contextlib.suppress(TypeError):  # types with more arguments, such as UnicodeDecodeError
-                error = kind(self.message)
         return raisable(error, "a rank's function") if isinstance(error, Exception) else None
 
 

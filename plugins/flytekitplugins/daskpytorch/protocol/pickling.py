@@ -7,7 +7,6 @@ Some objects of libraries, such as an `Accelerator`, hold the driver's world siz
 train separately. Ranks get other objects in their place, or an error.
 """
 
-import contextlib
 import copyreg
 import functools
 import io
@@ -43,17 +42,15 @@ REFUSED = {
 """Classes whose objects ranks refuse, as no public call changes the driver's world size in them."""
 
 
-def dumps(value: object, max_size: int | None = None, aside: list[memoryview] | None = None) -> bytes:
-    """Pickle a value, with all definitions of `__main__` that it reaches. OverflowError: more than `max_size` bytes.
+def dumps(value: object, aside: list[memoryview] | None = None) -> bytes:
+    """Pickle a value, with all definitions of `__main__` that it reaches.
 
     `aside` gets the memory of each large array and tensor.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, max_size, aside)
+    pickler = _Pickler(file, aside)
     pickler.dump(value)
     pickler.dump_definitions()
-    if max_size is not None and file.tell() > max_size:
-        raise OverflowError
     return file.getvalue()
 
 
@@ -74,27 +71,12 @@ def loads(data: bytes | memoryview, aside: Iterable[memoryview] = (), present: M
     return value
 
 
-def definitions() -> dict[str, Any]:
-    namespace = vars(sys.modules["__main__"])
-    return {name: value for name, value in list(namespace.items()) if _name_in_main(value) == name}
-
-
-def spare_parts(max_size: int) -> Mapping[str, bytes]:
-    parts = {}
-    for name, value in definitions().items():
-        if isinstance(value, type):
-            with contextlib.suppress(Exception):  # a user's object may raise any exception
-                parts[name] = dumps(value, max_size)
-    return parts
-
-
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, max_size: int | None, aside: list[memoryview] | None) -> None:
+    def __init__(self, file: io.BytesIO, aside: list[memoryview] | None) -> None:
         super().__init__(file, buffer_callback=put_apart(aside) if aside is not None else None)
-        self._max_size = max_size
         self._has_aside = aside is not None
         self._namespace = vars(sys.modules["__main__"])
         self._reached: set[str] = set()
@@ -118,10 +100,6 @@ class _Pickler(Pickler):
             return own.__reduce__()
         if (instead := _reduce_object(obj) or _reduce_module(obj)) is not None:
             return instead
-        if self._max_size is not None and not isinstance(obj, type):
-            size = getattr(obj, "nbytes", 0)
-            if isinstance(size, int) and size > self._max_size:  # checked before the memory is copied
-                raise OverflowError
         if self._has_aside and type(obj).__module__ == "torch.storage":
             from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
 
@@ -131,8 +109,8 @@ class _Pickler(Pickler):
         return self._reduce_named(obj) if reduced is NotImplemented else reduced
 
     def reduce_class(self, cls: type) -> Reduced:
-        make, args, attributes, *rest = class_by_value(cls)
-        return make, args, self._by_name(attributes), *rest
+        make, args, (attributes, slots), *rest = class_by_value(cls)
+        return make, args, (self._by_name(attributes), slots), *rest
 
     def _dynamic_function_reduce(self, func: FunctionType) -> Reduced:
         make, args, (state, slots), *rest = super()._dynamic_function_reduce(func)
@@ -143,11 +121,8 @@ class _Pickler(Pickler):
 
     def _reduce_named(self, obj: Any) -> Any:
         own: Any = type(obj)
-        if isinstance(obj, (type, FunctionType)) or getattr(obj, "__module__", None) != "__main__":
-            return NotImplemented
-        if own.__reduce__ is object.__reduce__ and own.__reduce_ex__ is object.__reduce_ex__:
-            return NotImplemented
-        if own in self.dispatch_table:
+        is_named = getattr(obj, "__module__", None) == "__main__" and not isinstance(obj, (type, FunctionType))
+        if not is_named or own in self.dispatch_table:
             return NotImplemented
         reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if not isinstance(reduced, str):

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -20,8 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Never
 
-from flytekitplugins.daskpytorch.protocol import pickling
-from flytekitplugins.daskpytorch.protocol.code import MAX_BESIDE_BYTES, MAX_RESOURCE_BYTES, Program, Sources
+from flytekitplugins.daskpytorch.protocol.code import MAX_DATA_BYTES, Program, Sources
 from flytekitplugins.daskpytorch.protocol.script import attributes_of
 
 
@@ -63,10 +61,9 @@ def explain(error: BaseException, sources: Sources) -> None:
     folder, path = Path(sources.folders[0]), Path(os.path.abspath(error.filename))
     if path.is_relative_to(folder):
         error.add_note(
-            "The sources on this rank's host are copies of those on the driver's. What lies in packages and beside a "
-            f"script travels up to {MAX_RESOURCE_BYTES >> 20} MiB a file, beside a script up to "
-            f"{MAX_BESIDE_BYTES >> 20} MiB together, except what git ignores. Pass the file as an argument, by "
-            "storage, or in the image."
+            "The sources on this rank's host are copies of those on the driver's. Up to "
+            f"{MAX_DATA_BYTES >> 20} MiB of files beside the code travel, the smallest first, except what git ignores. "
+            "Pass the file as an argument, by storage, or in the image."
         )
     else:
         error.add_note(
@@ -115,28 +112,12 @@ def set_up_program(program: Program, script: Path | None) -> None:
     main.__spec__ = ModuleSpec(program.module, None) if program.module else None
     if script is not None:
         main.__file__ = str(script)
-    main.__dict__["__getattr__"] = _SpareParts(program.spare_parts)
     sys.argv[:] = [str(script or sys.argv[0]), *(program.arguments or ())]
     for name, text in program.cells.items():
         remember(name, text)
     for name, log_level in program.levels.items():
         logging.getLogger(name).setLevel(log_level)
-    for pickled in program.handlers if not logging.root.handlers else ():
-        stream, level, formatter = pickling.loads(pickled)
-        handler = logging.StreamHandler(stream)
-        handler.setLevel(level)
-        handler.setFormatter(formatter)
+    if program.log_format is not None and not logging.root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(program.log_format)
         logging.root.addHandler(handler)
-
-
-@dataclass(frozen=True)
-class _SpareParts:
-    parts: Mapping[str, bytes]
-
-    def __call__(self, name: str) -> Any:
-        if name not in self.parts:
-            raise AttributeError(
-                f"module '__main__' has no attribute {name!r} in this rank, which does not run the top of the script. "
-                "Define it in a module that the script imports"
-            )
-        return pickling.loads(self.parts[name])
