@@ -7,7 +7,6 @@ from clock import Clock
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display.deck import html
 from flytekitplugins.daskpytorch.display.run_state import RunState
-from flytekitplugins.daskpytorch.display.values import values_table
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput
 from test_deck import shape
@@ -52,7 +51,6 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int],
         "empty": html(RunState(name="flows.train")) + report.line_chart("nothing", {"loss": []}, "step"),
         "two": report.page(report.line_chart("one", {"a": points}, "epoch")) + report.page(loose),
         "loose": loose,
-        "values": report.page(values_table({LONG: LONG, "rows": [{LONG: LONG}] * 9}, {LONG: LONG}, {}), loose),
     }
     return inspect(pages, tmp_path_factory.mktemp("browser"), WIDTHS)
 

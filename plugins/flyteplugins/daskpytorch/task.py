@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -207,15 +208,9 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _environment_of_ranks(self) -> Mapping[str, str]:
         return {**context.rank_environment(self.secrets), **(self.env_vars or {})}
 
-    @contextlib.contextmanager
-    def _published(self, shown: ShownTask) -> Iterator[None]:
+    def _published(self, shown: ShownTask) -> AbstractContextManager[None]:
         show, at_once = flyte.report.get_tab(deck.TITLE).replace, self._page_file() is not None
-        try:
-            with deck.kept_up_to_date(shown.state, shown.files, show, flyte.report.flush, at_once=at_once):
-                yield
-        finally:
-            with contextlib.suppress(Exception):  # Flyte tries again after the task
-                flyte.report.flush()
+        return deck.kept_up_to_date(shown.state, shown.files, show, flyte.report.flush, at_once=at_once)
 
     def _page_file(self) -> str | None:
         return report_path(flyte.ctx().output_path) if flyte.ctx().mode == "local" else None

@@ -248,8 +248,7 @@ def kept_up_to_date(
 ) -> Iterator[None]:
     """During the block, show and publish a training's page in a thread whenever it has changed.
 
-    Afterwards show the final page, which the caller publishes. `at_once` also publishes the page before the training
-    begins.
+    `at_once` publishes the page before the training begins, too.
     """
     is_over, has_failed = threading.Event(), threading.Event()
 
@@ -276,6 +275,8 @@ def kept_up_to_date(
         is_over.set()
         thread.join(MAX_WAIT)
         show(_last_page(state, places))
+        with contextlib.suppress(Exception):  # the host publishes a finished task's page again
+            publish()
 
 
 def _write_all(state: RunState, write: Callable[[], None], is_over: threading.Event) -> None:

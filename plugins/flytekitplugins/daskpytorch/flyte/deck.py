@@ -1,35 +1,26 @@
-"""Deck of a task: the training's live page, and tabs of inputs and outputs in place of flytekit's.
-
-Runs in the driver. Rank 0 writes the tab of outputs. The tabs of flytekit itself read files a second time, show
-secrets, and contain inputs as unescaped HTML.
-"""
+"""Deck of a task: the training's live page beside flytekit's own tabs. Runs in the driver, and `Written` in ranks."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from flytekit import Deck
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
 from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
-from flytekit.deck.renderer import Renderable
 
-from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.display import journal_file
 from flytekitplugins.daskpytorch.display.deck import TITLE, kept_up_to_date
 from flytekitplugins.daskpytorch.flyte.context import is_on_backend
+from flytekitplugins.daskpytorch.process.streams import say
 
 if TYPE_CHECKING:
-    from flytekit.models.literals import Literal
-
     from flytekitplugins.daskpytorch.task.shown import ShownTask
-
-logger = logging.getLogger("flytekitplugins.daskpytorch")
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
@@ -57,8 +48,17 @@ def published(shown: ShownTask) -> AbstractContextManager[None]:
 
 def write_local(ctx: FlyteContext) -> None:
     """On Flyte's backend, flytekit writes the file."""
-    if (file := _DeckFile(ctx, local_file.get())).is_local:
-        file.write()
+    with _outcome_kept():
+        if (file := _DeckFile(ctx, local_file.get())).is_local:
+            file.write()
+
+
+class Written:
+    """Mixin of tasks whose outcome stands if flytekit cannot write their Deck, such as by a user's renderer."""
+
+    def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any], ctx: FlyteContext, params: Any) -> None:
+        with _outcome_kept():  # without an execution, flytekit writes no file: see `write_local`
+            super()._write_decks(inputs, outputs, ctx.with_execution_state(None).build(), params)  # type: ignore[misc]
 
 
 class _DeckFile:
@@ -90,31 +90,9 @@ class _DeckFile:
         return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{name}"
 
 
-# ---- Tabs of inputs and outputs
-
-
-def tab_of(values: Mapping[str, Any], types: Mapping[str, Any], literals: Mapping[str, Literal]) -> str:
-    from flytekitplugins.daskpytorch.display.values import values_table
-
+@contextlib.contextmanager
+def _outcome_kept() -> Iterator[None]:
     try:
-        addresses = {name: address for name in values if (address := _address(literals.get(name)))}
-        ready = {name: html for name, value in values.items() if (html := _rendered(value, types.get(name)))}
-        return report.page(values_table(values, addresses, ready))
-    except Exception as error:  # any exception of a user's renderer or class
-        logger.warning("a tab of the Deck could not be written; the task's outcome stands", exc_info=error)
-        return report.page(report.alert("This tab could not be written", f"{type(error).__name__}: {error}"))
-
-
-def _address(literal: Literal | None) -> str | None:
-    scalar = literal.scalar if literal is not None else None
-    if scalar is not None and scalar.union is not None:
-        return _address(scalar.union.value)
-    for each in (scalar.blob, scalar.structured_dataset, scalar.schema) if scalar is not None else ():
-        if each is not None:
-            return str(each.uri)
-    return None
-
-
-def _rendered(value: Any, type_: Any) -> str | None:
-    renderers = [each for each in get_args(type_)[1:] if isinstance(each, Renderable) and not isinstance(each, type)]
-    return renderers[0].to_html(value) if renderers and value is not None else None
+        yield
+    except Exception as error:  # any exception of a disk, a user's Deck or renderer
+        say(f"the Deck could not be written ({type(error).__name__}: {error}); the task's outcome stands")

@@ -15,6 +15,7 @@ from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
+from flytekit.deck import DeckField
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.interfaces.random import random
 from flytekit.models.literals import LiteralMap
@@ -31,7 +32,6 @@ class TaskOutput:
     literal_map: bytes
     """A serialised `flyteidl.core.LiteralMap`."""
     decks: list[tuple[str, str]]
-    tab: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,25 +99,23 @@ class FlyteRank:
         inputs, outputs, tuple_name = pickling.loads(self.interface)  # trusted: sent by this gang's driver
         check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
-        task = _Returned(self.task_name, interface, returned)
+        task = _Returned(self.task_name, interface, returned, has_tab=self.shows_outputs)
         try:
             made = task.dispatch_execute(FlyteContextManager.current_context(), LiteralMap({}))
         except FlyteNonRecoverableSystemException as error:  # on a backend, around the conversion's error
             raise error.value from error.value.__cause__
-        is_named = isinstance(returned, tuple) and bool(tuple_name)
-        values = dict(zip(outputs, returned if len(outputs) > 1 or is_named else (returned,), strict=False))
-        tab = deck.tab_of(values, outputs, made.literals) if self.shows_outputs else ""
-        return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks(), tab=tab)
+        return TaskOutput(literal_map=made.to_flyte_idl().SerializeToString(), decks=_decks())
 
     def results_folder(self) -> FlyteDirectory:
         return FlyteDirectory(self.results, remote_directory=False)
 
 
-class _Returned(PythonTask):  # type: ignore[misc]
-    """Task whose function has returned. flytekit converts the value, and adds the metadata of artifacts."""
+class _Returned(deck.Written, PythonTask):  # type: ignore[misc]
+    """Task whose function has returned. flytekit converts the value, and adds the metadata of artifacts and a tab."""
 
-    def __init__(self, name: str, interface: Interface, value: Any) -> None:
-        super().__init__(task_type="", name=name, interface=interface)
+    def __init__(self, name: str, interface: Interface, value: Any, *, has_tab: bool) -> None:
+        fields = (DeckField.OUTPUT,)
+        super().__init__(task_type="", name=name, interface=interface, enable_deck=has_tab, deck_fields=fields)
         self._value = value
 
     def execute(self, **_: Any) -> Any:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from operator import attrgetter
 from types import FrameType
@@ -26,10 +25,9 @@ from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.deck.deck import DeckField
-from flytekit.deck.renderer import SourceCodeRenderer
 from flytekit.exceptions.system import FlyteSystemException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
-from flytekit.models.literals import Literal, LiteralMap
+from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask import Scheduler, WorkerGroup
 from flytekitplugins.dask.task import DaskTask
@@ -59,59 +57,24 @@ PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.fly
 CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
 GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
-OWN_TABS = (DeckField.DEPENDENCIES, DeckField.INPUT, DeckField.OUTPUT, DeckField.SOURCE_CODE)
-
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
 
 
-class _Resumable(PythonFunctionTask):  # type: ignore[misc]
+class _Resumable(deck.Written, PythonFunctionTask):  # type: ignore[misc]
     """Base of all task types: infrastructure failures that Flyte retries, SIGTERM, and local runs."""
 
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         kwargs["annotations"] = _annotations(kwargs)
+        # For this tab, flytekit runs pip twice, which takes 2 s (1.16.31, 2026-11-29).
+        kwargs["deck_fields"] = [each for each in kwargs.get("deck_fields") or () if each != DeckField.DEPENDENCIES]
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
-        self._made: Mapping[str, Literal] = {}
 
-    async def _output_to_literal_map(self, *args: Any) -> Any:
-        literals, values = await super()._output_to_literal_map(*args)
-        self._made = literals.literals
-        return literals, values
-
-    def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any] | str, ctx: Any, params: Any) -> None:
-        """Write the task's Deck: first the tabs of the user's code, then ours, in place of flytekit's.
-
-        Exceptions do not fail the task. `outputs` are values by name, or the finished HTML of the tab.
-        """
-        if not self.enable_deck:
-            return
-        try:
-            params.decks.sort(key=lambda each: each.name == DeckField.TIMELINE.value)
-            for field in filter(self.deck_fields.__contains__, OWN_TABS):
-                if tab := self._own_tab(field, inputs, outputs):
-                    Deck(field.value, tab)
+    def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any], ctx: FlyteContext, params: Any) -> None:
+        super()._write_decks(inputs, outputs, ctx, params)
+        if self.enable_deck:
             deck.write_local(ctx)
-        except Exception as error:  # any exception of a disk or a user's Deck
-            say(f"{self.name}: the Deck could not be written ({type(error).__name__}: {error}); the outcome stands")
-
-    def _own_tab(self, field: DeckField, inputs: dict[str, Any], outputs: dict[str, Any] | str) -> str:
-        if field == DeckField.SOURCE_CODE:
-            with contextlib.suppress(OSError, TypeError):  # Python cannot find the source
-                return str(SourceCodeRenderer().to_html(inspect.getsource(self._task_function)))
-            return ""
-        if field == DeckField.DEPENDENCIES:  # flytekit's own tab runs pip twice, which takes seconds
-            from flytekitplugins.daskpytorch.report import card, page, table
-
-            installed = sorted({(each.name, each.version) for each in distributions()})
-            return page(card("Packages", table(("Name", "Version"), installed)))
-        if field == DeckField.OUTPUT:
-            if isinstance(outputs, str):
-                return outputs
-            return deck.tab_of(outputs, self.python_interface.outputs, self._made)
-        task, literals = _dispatched.get() or (None, None)
-        known = literals.literals if task is self and literals is not None else {}
-        return deck.tab_of(inputs, self.python_interface.inputs, known)
 
     def dispatch_execute(self, ctx: FlyteContext, input_literal_map: LiteralMap) -> Any:
         """Run the task. If the infrastructure fails, raise a system error, after which Flyte retries the task."""
@@ -137,11 +100,6 @@ class _Resumable(PythonFunctionTask):  # type: ignore[misc]
 
     def _begun(self, ctx: FlyteContext) -> AbstractContextManager[None]:
         return local_runs.begun(self.name) if _is_local(ctx) else contextlib.nullcontext()
-
-    def _write_local_deck(self, inputs: dict[str, Any]) -> None:
-        ctx = FlyteContextManager.current_context()
-        if self.enable_deck and _is_local(ctx):
-            self._write_decks(inputs, {}, ctx, ctx.user_space_params)
 
 
 class _OnDask(DaskTask):  # type: ignore[misc]
@@ -241,9 +199,6 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _page_file(self) -> str | None:
         return str(deck.local_file.get() or "") or None
 
-    def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
-        self._write_local_deck(inputs)
-
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
         config = dict(super().get_config(settings) or {})
         if self.task_config.wandb is not None:
@@ -253,12 +208,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> LiteralMap:
         ctx = FlyteContextManager.current_context()
         literals = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(output.literal_map))
-        if self.enable_deck:
-            for name, html in output.decks:
+        if self.enable_deck:  # flytekit writes no Deck if execute() returns literals
+            self._write_decks(inputs, {}, ctx, ctx.user_space_params)
+            for name, html in output.decks:  # rank 0 writes the tab of outputs, whose values the driver may not load
                 Deck(name, html)
-            # flytekit writes no Deck if execute() returns literals. The values stay in rank 0. Reading them here may
-            # fail, for example for a torch.nn.Module, and would download each file a second time.
-            self._write_decks(inputs, output.tab, ctx, ctx.user_space_params)
+            deck.write_local(ctx)
         return literals
 
 
@@ -290,11 +244,7 @@ class DaskClusterTask(_Resumable, _OnDask):
         config: Cluster = self.task_config
         refuse_unknown(kwargs)
         with known_to_threads(), cluster.opened(num_workers=config.num_workers, start_timeout=config.start_timeout):
-            try:
-                return super().execute(**kwargs)
-            except BaseException:
-                self._write_local_deck(kwargs)
-                raise
+            return super().execute(**kwargs)
 
     def _write_decks(self, *args: Any) -> None:
         super()._write_decks(*args)

@@ -126,9 +126,6 @@ class InRanks:
         def _num_gpus_to_find(self) -> int:
             """Return the number of GPUs that each worker, or the task's node, must see. 0 locally."""
 
-    def _write_page_of_failed(self, inputs: dict[str, Any]) -> None:
-        """Write the Deck of a failed task, if Flyte's SDK writes Decks of succeeded tasks only."""
-
     @property
     def _is_debugging(self) -> bool:
         return is_debugging(self.task_config.gang)
@@ -194,7 +191,6 @@ class InRanks:
             how = "done"
         except BaseException as error:
             how = "interrupted" if pressed.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
-            self._write_page_of_failed(inputs)
             raise
         finally:
             file = self._page_file() if self.enable_deck else None
