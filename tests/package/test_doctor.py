@@ -15,8 +15,13 @@ from flytekitplugins.daskpytorch.node import hardware
 
 
 def found_by_the_doctor(what: str) -> Finding:
-    [finding] = [each for each in doctor.examine(None, with_gangs=False) if each.what == what]
+    [finding] = [each for each in doctor.examine(None, 60.0) if each.what == what]
     return finding
+
+
+@pytest.fixture(autouse=True)
+def _without_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gang_here", lambda _: ())
 
 
 def test_a_driver_whose_gpus_torch_does_not_find_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,31 +56,33 @@ def test_gpus_are_listed_and_a_machine_without_is_fine(monkeypatch: pytest.Monke
 
 
 def test_workers_on_this_machine_alone_can_reach_a_loopback_address() -> None:
-    finding = doctor.meeting_point("meeting point", "127.0.0.1", ["127.0.0.2", "198.51.100.7"])
+    finding = doctor.meeting_point("127.0.0.1", ["127.0.0.2", "198.51.100.7"])
     assert finding.verdict == "problem"
     assert finding.value == "127.0.0.1 (interface lo), which the workers on 198.51.100.7 cannot reach"
-    finding = doctor.meeting_point("meeting point", "127.0.0.1", ["127.0.0.2"])
+    finding = doctor.meeting_point("127.0.0.1", ["127.0.0.2"])
     assert (finding.value, finding.verdict) == ("127.0.0.1 (interface lo)", "ok")
 
 
 # ---- Nothing stops the examination
 
 
-def test_a_check_that_breaks_is_a_problem_of_its_own() -> None:
-    def check() -> Iterator[Finding]:
+def test_a_check_that_breaks_is_a_problem_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(timeout: float) -> Iterator[Finding]:
         yield Finding(what="first", value="fine")
         raise OSError("the disk is gone")
 
-    first, second = doctor.surviving("disk", check)
+    monkeypatch.setattr(doctor, "_gang_here", check)
+    *_, first, second = doctor.examine(None, 60.0)
     assert first.verdict == "ok"
-    assert (second.what, second.value, second.verdict) == ("disk", "OSError: the disk is gone", "problem")
+    assert (second.what, second.value) == ("ranks on this node", "OSError: the disk is gone")
+    assert second.verdict == "problem"
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nonsense://there"])
 def test_an_address_without_a_scheduler_is_a_problem(address: str) -> None:
-    [finding] = doctor.examine_cluster(address, timeout=0.5)
+    *_, finding = doctor.examine(address, 0.5)
     assert (finding.what, finding.verdict) == ("scheduler", "problem")
-    assert f"no answer from {address}" in finding.value
+    assert address.partition(":")[0] in finding.value
 
 
 # ---- The command
@@ -100,11 +107,11 @@ def test_problems_make_the_exit_code_1_and_their_lines_say_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:9")
-    assert __main__.main(["doctor", "--no-gang", "--timeout", "0.5"]) == 1
+    assert __main__.main(["doctor", "--timeout", "0.5"]) == 1
     text = capsys.readouterr().out
     assert f"torch {version('torch')}, " in text
-    assert "\nproblem  scheduler                    no answer from tcp://127.0.0.1:9" in text
-    assert "pod's log" in text
+    assert "\nproblem  scheduler                    OSError: Timed out trying to connect to tcp://127.0.0.1:9" in text
+    assert "its address, its port and its log" in text
 
 
 @pytest.mark.parametrize("seconds", ["0", "inf", "soon"])

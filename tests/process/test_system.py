@@ -53,9 +53,9 @@ def test_one_rank_in_this_process_trains() -> None:
 
 @pytest.mark.usefixtures("on_a_mac")
 def test_the_doctor_says_so() -> None:
-    finding = next(iter(examine(None, with_gangs=False)))
-    assert (finding.what, finding.verdict) == ("system", "problem")
-    assert "DASKPYTORCH_DEBUG=1" in finding.advice
+    finding = next(iter(examine(None, 60.0)))
+    assert (finding.what, finding.verdict) == ("versions", "problem")
+    assert "DASKPYTORCH_DEBUG=1" in finding.value
 
 
 # ---- A gang that needs more open files than the driver may have is refused before its first agent

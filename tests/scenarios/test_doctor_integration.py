@@ -44,7 +44,7 @@ def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
 def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(cluster: Cluster) -> None:
     with Client(cluster.address) as client:
         busy = client.map(time.sleep, [600, 601], pure=False)
-        *_, last = doctor.examine_cluster(cluster.address, timeout=4)
+        *_, last = doctor.examine_cluster(cluster.address, 4.0)
         client.cancel(busy, force=True)
     assert (last.what, last.verdict) == ("ranks on the cluster", "problem")
     assert "only 0 of 2 workers started" in last.value
@@ -54,14 +54,14 @@ def test_a_worker_that_does_not_answer_is_a_problem(cluster: Cluster) -> None:
     worker = cluster.worker_process(0)
     worker.send_signal(signal.SIGSTOP)
     try:
-        findings = list(doctor.examine_cluster(cluster.address, timeout=3))
+        *_, last = doctor.examine(cluster.address, 3.0)
     finally:
         worker.send_signal(signal.SIGCONT)
-    assert ("versions on the cluster", "problem") in {(finding.what, finding.verdict) for finding in findings}
-    assert findings[-1].value == "not tried"
+    assert (last.what, last.verdict) == ("scheduler", "problem")
+    assert last.value.startswith("TimeoutError")
 
 
-def test_a_worker_with_another_torch_is_named_and_the_gang_not_tried(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_worker_with_another_torch_is_named(cluster: Cluster, tmp_path: Path) -> None:
     other = tmp_path / "site" / "torch-0.0.1.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
@@ -71,9 +71,8 @@ def test_a_worker_with_another_torch_is_named_and_the_gang_not_tried(cluster: Cl
         with Client(cluster.address) as client:
             workers = client.scheduler_info(n_workers=-1)["workers"]
         [guilty] = [address for address, info in workers.items() if info["name"] == "late-2"]
-        found = {finding.what: finding for finding in doctor.examine_cluster(cluster.address)}
+        found = {finding.what: finding for finding in doctor.examine_cluster(cluster.address, 60.0)}
     finally:
         end_worker()
     assert found["versions on the cluster"].verdict == "problem"
-    assert found["versions on the cluster"].value.startswith(f"torch 0.0.1 on {guilty}; here: python 3.")
-    assert found["ranks on the cluster"].value == "not tried"
+    assert found["versions on the cluster"].value == f"torch 0.0.1 on {guilty}"
