@@ -4,10 +4,8 @@ import json
 import os
 import re
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from flyteidl2.task import common_pb2
 from pydantic import BaseModel
 
 import flyte2_flow
-from flyteplugins.daskpytorch import DaskDDP, Gang, SpawnDDP, current_rank, results
+from flyteplugins.daskpytorch import DaskDDP, SpawnDDP, current_rank, results
 from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, run_program, until
 from seaweed import Weed
 from warm import warm_python
@@ -104,37 +102,6 @@ def test_inputs_and_outputs_of_all_types_and_the_report(tmp_path: Path, capfd: p
     assert "Training" in text
     assert "0.25" in text
     assert "rank 0" in text
-
-
-class OwnError(Exception):
-    """A user's."""
-
-
-@spawned.task(retries=flyte.RetryStrategy(count=2, backoff=flyte.Backoff(base=timedelta(milliseconds=10))))
-def goes_on(folder: str) -> list[int]:
-    """The gang may not start again: each attempt of the task makes one step, and ends in a kill or an error."""
-    rank = current_rank()
-    state = rank.checkpoint.load() or {"steps": []}
-    steps = [*state["steps"], len(state["steps"])]
-    rank.checkpoint.save({"steps": steps}, step=len(steps))
-    rank.checkpoint.flush()
-    dist.barrier()
-    if len(steps) < 3 and rank.rank == 1:
-        Path(folder, f"attempt-{len(steps)}").touch()
-        if len(steps) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise OwnError("again")
-    dist.barrier()
-    return steps
-
-
-goes_on.plugin_config = SpawnDDP(nproc=2, gang=Gang(max_restarts=0))
-
-
-def test_a_retried_task_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(goes_on, tmp_path, folder=str(tmp_path)) == [0, 1, 2]
-    assert sorted(path.name for path in tmp_path.glob("attempt-*")) == ["attempt-1", "attempt-2"]
-    assert capfd.readouterr().err.count("going on from the attempt before") == 2
 
 
 @on_dask.task

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,19 +64,13 @@ def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
     return (scratch / found.name).read_bytes() if found is not None else None
 
 
-def make_old(folder: Path, days: float) -> None:
-    for path in (folder, *folder.rglob("*")):
-        os.utime(path, (time.time() - days * 86_400,) * 2)
-
-
-def make_runs(tmp_path: Path, *days: float) -> list[Path]:
-    """Make runs whose newest files are so many days old."""
+def make_runs(tmp_path: Path, number: int) -> list[Path]:
+    """Make runs with a checkpoint, the oldest first, all older than those of `run_of`."""
     folders = []
-    for age in days:
+    for minute in range(number):
         with run_of() as run:
             save(run, 1, tmp_path)
-        make_old(run.folder, age)
-        folders.append(run.folder)
+        folders.append(run.folder.rename(run.folder.with_name(f"20250101-10{minute:02}00-0a1b2c")))
     return folders
 
 
@@ -85,7 +78,7 @@ def make_runs(tmp_path: Path, *days: float) -> list[Path]:
 def test_a_run_goes_on_from_the_newest_one_where_it_is_asked_to(
     how: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_runs(tmp_path, 0.1)
+    make_runs(tmp_path, 1)
     with run_of() as newest:
         save(newest, 1, tmp_path)
         save(newest, 2, tmp_path)
@@ -119,29 +112,18 @@ def test_a_run_without_checkpoints_leaves_no_folder(root: Path, tmp_path: Path) 
     assert list((root / "flows.train").iterdir()) == []
 
 
-def test_old_runs_are_removed_and_the_oldest_where_all_take_too_much(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    oldest, middle, newest = make_runs(tmp_path, 15, 13, 1)
-    local_runs.clean(root)
-    assert [run.exists() for run in (oldest, middle, newest)] == [False, True, True]
-    [middle_2] = make_runs(tmp_path, 2)
-    size = sum(path.stat().st_size for path in newest.rglob("*"))
-    monkeypatch.setattr(local_runs, "MAX_BYTES", int(2.5 * size))
-    local_runs.clean(root)
-    assert [run.exists() for run in (middle, middle_2, newest)] == [False, True, True]
-
-
-def test_the_first_run_of_a_process_removes_old_ones(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [old] = make_runs(tmp_path, 15)
-    monkeypatch.setattr(local_runs, "_cleaned", set())  # as in a new process
+def test_the_newest_runs_with_a_checkpoint_stay(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_of("flows.another") as other:
+        save(other, 1, tmp_path)
+    runs = make_runs(tmp_path, 4)
+    monkeypatch.setattr(local_runs, "MAX_RUNS", 2)
+    monkeypatch.setenv("DASKPYTORCH_RESUME", str(runs[0]))
     with run_of():
-        assert not old.exists()
-    [old] = make_runs(tmp_path, 15)
+        assert [run.exists() for run in runs] == [True, False, True, True]  # the first is gone on from
+    monkeypatch.delenv("DASKPYTORCH_RESUME")
     with run_of():
-        assert old.exists()  # a look at each folder would take longer than a warm gang's start
+        assert [run.exists() for run in runs] == [False, False, True, True]
+    assert other.folder.exists()
 
 
 def test_of_runs_with_a_journal_alone_the_newest_stay(
@@ -157,27 +139,30 @@ def test_of_runs_with_a_journal_alone_the_newest_stay(
         assert [run.exists() for run in runs] == [True, False, True, True]
 
 
-def test_runs_that_train_and_folders_of_the_users_own_are_never_removed(root: Path, tmp_path: Path) -> None:
-    [run] = make_runs(tmp_path, 15)
-    mine = root / "resnet" / "20250101-101500-resnet"
+def test_runs_that_train_and_folders_of_the_users_own_are_never_removed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_runs, "MAX_RUNS", 0)
+    [run] = make_runs(tmp_path, 1)
+    mine = root / "flows.train" / "20250101-101500-resnet"
     mine.mkdir(parents=True)
     (mine / "weights.pt").touch()
     renamed = shutil.copytree(run, root / "flows.train" / "the-best")
     with run_of() as training:
         save(training, 1, tmp_path)
-        make_old(root, 15)
-        local_runs.clean(root)
-        assert training.folder.exists()
+        with run_of():
+            assert training.folder.exists()
     assert not run.exists()
     assert (mine / "weights.pt").exists()
     assert (renamed / "gang" / MANIFEST).exists()
-    local_runs.clean(root)
-    assert not training.folder.exists()
+    with run_of():
+        assert not training.folder.exists()
 
 
 def test_a_run_stays_whose_shards_a_later_one_goes_on_from(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(local_runs, "MAX_RUNS", 0)
     with run_of() as first:
         part = first.folder / "gang" / "step-3" / "0-0-abc" / "part"
         part.parent.mkdir(parents=True)  # as ranks do
@@ -185,17 +170,16 @@ def test_a_run_stays_whose_shards_a_later_one_goes_on_from(
         name_shards(first, str(part.parent))
         assert first.newest_step() == 3
         assert "the checkpoint of step 3 is kept" in first.advice()
-    make_old(first.folder, 15)
     monkeypatch.setenv("DASKPYTORCH_RESUME", str(first.folder))
-    with run_of() as second:
+    with run_of("flows.another") as second:
         # Its first manifest, with which its folder is made, names the checkpoint that it goes on from.
         name_shards(second, str(part.parent))
+    monkeypatch.delenv("DASKPYTORCH_RESUME")
+    with run_of():
         assert part.exists()
-    local_runs.clean(root)
-    assert part.exists()
     shutil.rmtree(second.folder)
-    local_runs.clean(root)
-    assert not part.exists()
+    with run_of():
+        assert not part.exists()
 
 
 def test_each_folder_is_this_users_alone_whatever_the_umask(

@@ -14,12 +14,11 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flyte
@@ -61,11 +60,6 @@ GPU_FAULTS = {
     "GpuXidError": r"could not be remapped|over nvlink or a hardware error",
 }
 """Texts of a broken GPU's faults, by Flyte's code. The last code stands for faults without their own."""
-_attempts: dict[tuple[str | None, str], Path] = {}
-"""Folder with the newest checkpoints of each local task that has failed in this process, by run and action.
-
-The action's next attempt goes on from there.
-"""
 
 
 @dataclass(kw_only=True)
@@ -108,21 +102,8 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
     async def _run(self, inputs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def _begun(self) -> Iterator[None]:
-        ctx = flyte.ctx()
-        if ctx.mode != "local":
-            yield
-            return
-        attempt = (ctx.action.run_name, ctx.action.name)
-        with local_runs.begun(self.name, _attempts.pop(attempt, None)):
-            run = local_runs.local_run.get()
-            try:
-                yield
-            except BaseException:
-                if run is not None and (kept := run.folder if run.newest_step() is not None else run.previous):
-                    _attempts[attempt] = kept
-                raise
+    def _begun(self) -> AbstractContextManager[None]:
+        return local_runs.begun(self.name) if flyte.ctx().mode == "local" else contextlib.nullcontext()
 
 
 @dataclass(kw_only=True)

@@ -36,11 +36,10 @@ RESUME_VARIABLE = "DASKPYTORCH_RESUME"
 HOW_TO_GO_ON = f"{RESUME_VARIABLE}=1 and the same command"
 NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 MAX_NAME = 200
-MAX_AGE = 14 * 86_400.0
-"""Seconds since the last write after which a local run's folder is removed."""
+MAX_RUNS = 5
+"""Newest runs of a task with a checkpoint whose folders stay."""
 MAX_JOURNALS = 50
-MAX_BYTES = 10 << 30
-"""Bytes of all local runs together, beyond which the oldest are removed."""
+"""Newest runs of a task without a checkpoint whose folders stay."""
 
 
 class LocalRun:
@@ -87,8 +86,8 @@ class LocalRun:
 
 
 @contextlib.contextmanager
-def begun(task: str, attempt_before: Path | None = None) -> Iterator[None]:
-    run = begin(task, attempt_before)
+def begun(task: str) -> Iterator[None]:
+    run = begin(task)
     token = local_run.set(run)
     try:
         yield
@@ -98,38 +97,33 @@ def begun(task: str, attempt_before: Path | None = None) -> Iterator[None]:
             run.close()
 
 
-def begin(task: str, attempt_before: Path | None = None) -> LocalRun | None:
-    """Return a new local run, which the caller closes.
+def begin(task: str) -> LocalRun | None:
+    """Return a new local run, which the caller closes. None: the user keeps no checkpoints, or the disk refuses them.
 
-    `attempt_before` is the folder of the task's previous attempt. None is returned if the user keeps no checkpoints, or
-    the disk refuses the folder. Raises `ValueError` if `DASKPYTORCH_RESUME` names no run's folder, and
-    `PermissionError` if another user owns or can write to it.
+    Raises `ValueError` if `DASKPYTORCH_RESUME` names no run's folder, and `PermissionError` if another user owns or can
+    write to it.
     """
-    asked, place = asked_run(), os.environ.get(FOLDER_VARIABLE)
-    if place == "":
+    asked = asked_run()
+    if os.environ.get(FOLDER_VARIABLE) == "":
         if asked:
             _say(task, f"{RESUME_VARIABLE}={asked} has no effect, since {FOLDER_VARIABLE} is set to nothing")
         return None
     try:
-        root = local_runs_folder()
-        make_private(root / task)
-        _remove_journals(root / task)
+        runs = local_runs_folder() / task
+        make_private(runs)
+        previous = _asked_folder(runs, asked) if asked else None
     except (OSError, RuntimeError) as error:  # there may be no home
         if asked:
             raise
         _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
         return None
-    if attempt_before is not None and attempt_before.exists():
-        previous: Path | None = attempt_before
-        _say(task, "going on from the attempt before")
-    elif (previous := _asked_folder(root / task, asked) if asked else None) is not None:
-        _say(task, f"{RESUME_VARIABLE} is set: going on from the run in {previous}")
-    elif asked:
-        _say(task, f"{RESUME_VARIABLE} is set, but no run in {root / task} has left a checkpoint: starting afresh")
-    if root not in _cleaned:
-        _cleaned.add(root)
-        clean(root, previous)
-    return LocalRun(root / task, previous)
+    if asked:
+        found = f"going on from the run in {previous}"
+        none = f"no run in {runs} has left a checkpoint: starting afresh"
+        _say(task, f"{RESUME_VARIABLE} is set: {found if previous is not None else none}")
+    with contextlib.suppress(OSError):  # another process may remove runs, too
+        clean(runs, previous)
+    return LocalRun(runs, previous)
 
 
 def asked_run() -> str | None:
@@ -158,42 +152,22 @@ def _newest_manifest(*runs: Path) -> Path | None:
     return max(manifests, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def clean(root: Path, previous: Path | None = None) -> None:
-    """Remove local runs older than two weeks, and the oldest while all exceed 10 GiB.
-
-    Unfinished runs and renamed folders stay, as do checkpoints that a remaining run refers to, and the folder
-    `previous`.
-    """
-    total, manifests = 0, ""
-    for changed_at, run in sorted(_runs(root), reverse=True):
-        with contextlib.suppress(OSError):  # another process may remove runs, too
-            total += sum(path.stat().st_size for path in run.rglob("*"))
-            is_over = time.time() - changed_at > MAX_AGE or total > MAX_BYTES
-            if is_over and run != previous and f"{json.dumps(str(run))[1:-1]}/" not in manifests:
-                remove_unlocked(run)
-            manifests += "".join(path.read_text() for path in run.glob(f"*/{MANIFEST}"))
-
-
-def _remove_journals(runs_of_task: Path) -> None:
-    runs = [run for run in runs_of_task.iterdir() if NAME.fullmatch(run.name)]
-    for run in sorted(runs)[:-MAX_JOURNALS]:
-        if not any(map(Path.is_dir, run.iterdir())):
+def clean(runs_of_task: Path, previous: Path | None) -> None:
+    """Remove old runs, except unfinished ones, renamed folders, `previous`, and those with another run's shards."""
+    runs = sorted((run for run in runs_of_task.iterdir() if NAME.fullmatch(run.name)), reverse=True)
+    with_checkpoint = [run for run in runs if any(map(Path.is_dir, run.iterdir()))]
+    for run in with_checkpoint[MAX_RUNS:]:
+        others = [each for each in runs_of_task.parent.glob(f"*/*/*/{MANIFEST}") if run not in each.parents]
+        has_shards = any(f"{json.dumps(str(run))[1:-1]}/" in manifest.read_text() for manifest in others)
+        if run != previous and not has_shards:
             remove_unlocked(run)
-
-
-def _runs(root: Path) -> Iterator[tuple[float, Path]]:
-    for run in root.glob("*/*"):
-        with contextlib.suppress(OSError):  # another process has just removed the folder
-            if NAME.fullmatch(run.name):
-                yield max(path.stat().st_mtime for path in (run, *run.rglob("*"))), run
+    for run in [run for run in runs if run not in with_checkpoint][MAX_JOURNALS:]:
+        remove_unlocked(run)
 
 
 def _say(task: str, text: str) -> None:
     say(f"{task.rpartition('.')[2]}: {text}")
 
-
-_cleaned: set[Path] = set()
-"""Folders that this process has cleaned. 1,000 old runs take 70 ms, longer than a warm gang's start (2026-11-28)."""
 
 local_run: ContextVar[LocalRun | None] = ContextVar("flytekitplugins.daskpytorch.local_run", default=None)
 """The running task's local run. None on Flyte's backend, and if checkpoints are not kept."""
