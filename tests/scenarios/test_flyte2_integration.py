@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from pydantic import BaseModel
 
 import flyte2_flow
 from flyteplugins.daskpytorch import DaskDDP, SpawnDDP, current_rank, results
-from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, end, nothing_left_behind, run_program, until
+from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, end, until
 from seaweed import Weed
 from warm import warm_python
 
@@ -226,49 +224,3 @@ def test_attempts_go_on_from_each_others_checkpoints_in_a_bucket(
 
 
 # ---- Files written for flytekit --------------------------------------------------------------------------------------
-
-OF_FLYTEKIT = """
-import torch
-import torch.distributed as dist
-from flytekit import task, workflow
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, SpawnDDP, WorkerGroup
-from flytekitplugins.daskpytorch import current_client, current_rank, dispatch
-
-
-def total(scale: float) -> float:
-    summed = torch.tensor([scale * (current_rank().rank + 1)])
-    dist.all_reduce(summed)
-    return float(summed)
-
-
-@task(task_config=SpawnDDP(nproc=2))
-def spawned(scale: float) -> float:
-    return total(scale)
-
-
-@task(task_config=DaskDDP(workers=WorkerGroup(number_of_workers=2)), retries=1)
-def on_dask(scale: float) -> float:
-    return total(scale)
-
-
-@task(task_config=DaskCluster())
-def with_client(scale: float) -> float:
-    return sum(dispatch.map(current_client(), total, [scale, scale]).result())
-
-
-@workflow
-def all_three(scale: float) -> float:
-    return with_client(scale=on_dask(scale=spawned(scale=scale)))
-"""
-
-
-@pytest.mark.skipif(find_spec("flyte_migrate") is None, reason="flyte-migrate is not installed")  # it patches flytekit
-def test_a_file_written_for_flytekit_runs_by_flyte_migrate(tmp_path: Path) -> None:
-    """Its gangs of two triple what they have, twice; then two gangs of one return it."""
-    (tmp_path / "training.py").write_text(OF_FLYTEKIT)
-    command = [SCRIPTS / "pyflyte-migrate", "run", "training.py", "all_three", "--scale", "2.0"]
-    with nothing_left_behind():
-        done = run_program(command, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "36.0" in done.stdout, done.stdout + done.stderr
-    assert len(re.findall("(?:spawned|on_dask): all ranks have met", done.stderr)) == 2, done.stderr

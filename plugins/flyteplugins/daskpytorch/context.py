@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,7 +59,7 @@ class Flyte2Execution(host.Execution):
         return host.StoragePaths(files=files, previous=previous, own=str(own))
 
     def filesystem(self, uri: str) -> Any:
-        return _opened(uri, storage())
+        return opened(uri, storage())
 
     def new_folder(self) -> str | None:
         return str(self._ctx.raw_data_path.get_random_remote_path()) if self.task is not None else None
@@ -69,7 +70,7 @@ class Flyte2Execution(host.Execution):
             files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
 
     def in_ranks(self) -> host.Execution | None:
-        return FlyteStorage(storage()) if self.task is not None else None
+        return host.StorageInRanks(partial(opened, storage=storage())) if self.task is not None else None
 
     def secret(self, name: Any) -> str:
         """Return a secret from its environment variable or else its mounted file. Raises `ValueError` without both."""
@@ -85,17 +86,6 @@ class Flyte2Execution(host.Execution):
         )
 
 
-@dataclass(frozen=True)
-class FlyteStorage(host.Execution):
-    """Execution in the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
-
-    storage: Storage | None
-    """With access keys. None: each rank finds settings in its environment."""
-
-    def filesystem(self, uri: str) -> Any:
-        return _opened(uri, self.storage)
-
-
 def earlier_system_errors() -> int:
     """Return how often this task attempt has ended with a system error, and rename the last error's file.
 
@@ -103,7 +93,7 @@ def earlier_system_errors() -> int:
     an earlier start would count as the outcome, even if the new start succeeds.
     """
     path = error_path(flyte.ctx().output_path)
-    files, aside = _opened(path, storage()), path.removesuffix(".pb")
+    files, aside = opened(path, storage()), path.removesuffix(".pb")
     try:
         number = len(files.glob(f"{aside}-*.pb"))
         if files.exists(path):
@@ -144,7 +134,7 @@ def storage() -> Storage | None:
     return config.storage if config is not None else None
 
 
-def _opened(uri: str, storage: Storage | None) -> Any:
+def opened(uri: str, storage: Storage | None) -> Any:
     told: dict[str, Any] = {}
     if uri.startswith(("s3://", "s3a://")):
         s3 = storage if isinstance(storage, S3) else S3.auto()

@@ -9,15 +9,12 @@ import asyncio
 import contextlib
 import inspect
 import os
-import re
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +23,7 @@ import flyte.report
 from flyte import Resources
 from flyte._internal.runtime.io import report_path
 from flyte._utils.asyncify import run_sync_in_thread
-from flyte.errors import GPUFaultSystemError, NonRecoverableError, RuntimeSystemError
+from flyte.errors import NonRecoverableError, RuntimeSystemError
 from flyte.extend import AsyncFunctionTaskTemplate, TaskPluginRegistry
 from flyteplugins.dask import Scheduler, WorkerGroup
 from flyteplugins.dask.task import DaskTask
@@ -52,14 +49,6 @@ PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preloa
 
 MAX_SYSTEM_RESTARTS = 3
 """Times that Flyte 2 restarts an attempt after failures of the infrastructure."""
-GPU_FAULTS = {
-    "GpuEccUncorrectable": r"uncorrectable (ECC error|memory errors \(ECC\))",
-    "GpuRowRemapPending": r"waits to be remapped",
-    "GpuFallenOffBus": r"GPU is lost|fallen off the bus|\bXid\b.{0,40}\b79\b",
-    "GpuNvlinkError": r"uncorrectable NVLink error",
-    "GpuXidError": r"could not be remapped|over nvlink or a hardware error",
-}
-"""Texts of a broken GPU's faults, by Flyte's code. The last code stands for faults without their own."""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +81,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
         except in_ranks.INFRASTRUCTURE_ERRORS as error:
             if not may_start_again:  # a user error, which counts towards the task's retries
                 raise
-            raise _system_error(error) from error
+            raise RuntimeSystemError(type(error).__name__, str(error)) from error
         except Exception as error:
             gang_error = error if isinstance(error, GangError) else error.__cause__
             if isinstance(gang_error, GangError) and gang_error.is_repeated:
@@ -121,26 +110,17 @@ class _OnDask(DaskTask):  # type: ignore[misc]
             self.pod_template: Any = replace(template, annotations={**annotations, **group})
 
     def _check_gpus(self) -> None:
-        """Refuse a kind of GPU that workers would not get, and warn of GPUs by a name that Kubernetes refuses."""
+        """Warn of workers' GPUs that Flyte 2 asks for by a name that Kubernetes refuses."""
         is_users = "ACTION_NAME" not in os.environ and "RANK" not in os.environ  # pods and ranks import the task again
-        device = gpus_of(self.plugin_config.workers.resources)
-        if not is_users or device is None:
-            return
-        instead = (
-            "Ask for them by the environment instead, whose resources workers have that say nothing: "
-            f"flyte.TaskEnvironment(resources=flyte.Resources(gpu={gpu_name(device)!r}), plugin_config=...("
-            "workers=WorkerGroup(number_of_workers=...), scheduler=Scheduler(resources=...)))"
-        )
-        if device.device:
-            raise ValueError(
-                f"{self.name}: WorkerGroup(resources=...) asks for GPUs of the kind {device.device}, and Flyte 2 tells "
-                f"the cluster no kind of a worker group's GPUs. {instead}"
+        if is_users and self.plugin_config.num_gpus:
+            gpus = self.plugin_config.workers.resources.gpu
+            warnings.warn(
+                f"{self.name}: Flyte 2's plugin for Dask, as of 2.0.43, asks for GPUs of WorkerGroup(resources=...) by "
+                "the name `gpu`, which Kubernetes refuses. Ask for them by the environment instead, whose resources "
+                f"workers have that say nothing: flyte.TaskEnvironment(resources=flyte.Resources(gpu={gpus!r}), "
+                "plugin_config=...(workers=WorkerGroup(number_of_workers=...), scheduler=Scheduler(resources=...)))",
+                stacklevel=2,
             )
-        warnings.warn(
-            f"{self.name}: Flyte 2's plugin for Dask, as of 2.0.43, asks for GPUs of WorkerGroup(resources=...) by "
-            f"the name `gpu`, which Kubernetes refuses. {instead}",
-            stacklevel=2,
-        )
 
     def _cluster_settings(self) -> Mapping[str, str]:
         return in_ranks.GANG_SETTINGS | PRELOAD
@@ -245,14 +225,6 @@ class DaskClusterTask(_Resumable, _OnDask):
             await run_sync_in_thread(opened.__exit__, None, None, None)
 
 
-def _system_error(error: GangError) -> RuntimeSystemError:
-    cause = (error.cause or "") if error.kind == "lost" else ""
-    code = next((code for code, text in GPU_FAULTS.items() if re.search(text, cause, re.IGNORECASE)), None)
-    if code is None:
-        return RuntimeSystemError(type(error).__name__, str(error))
-    return GPUFaultSystemError(code, str(error))
-
-
 async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
     """Await a task's work. Meanwhile, SIGTERM ends the gangs after a checkpoint, and the task with a system error."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
@@ -274,18 +246,9 @@ async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def gpus_of(resources: Any) -> Any:
-    device = resources.get_device() if resources is not None else None
-    return device if device is not None and device.device_class == "GPU" and device.quantity else None
-
-
-def gpu_name(device: Any) -> str | int:
-    return f"{device.device}:{device.quantity}" if device.device else int(device.quantity)
-
-
 def num_gpus(resources: Any) -> int:
-    device = gpus_of(resources)
-    return 0 if device is None else int(device.quantity)
+    device = resources.get_device() if resources is not None else None
+    return int(device.quantity or 0) if device is not None and device.device_class == "GPU" else 0
 
 
 def _undisturbed(template: Any) -> Any:
@@ -355,43 +318,7 @@ class DaskCluster(_Clustered, config.Cluster):
     """
 
 
-# ---- Configs for flytekit, for flyte-migrate
-
-
-def _join_flyte_migrate() -> None:
-    """Let the tool flyte-migrate convert this package's configs, so that workflows for flytekit run under Flyte 2."""
-    from flyte_migrate._plugins import register_plugin
-
-    for kind in (DaskCluster, DaskDDP, SpawnDDP):
-        register_plugin(kind.__name__, partial(_converted, kind))
-
-
-def _converted(kind: type, config: Any) -> Any:
-    pods = _pods(config) if hasattr(config, "workers") else {}
-    return kind(**{each.name: getattr(config, each.name) for each in fields(kind)} | pods)
-
-
-def _pods(config: Any) -> dict[str, Any]:
-    of_scheduler, of_workers = (
-        {"image": pods.image, "resources": _resources(pods.requests, pods.limits)}
-        for pods in (config.scheduler, config.workers)
-    )
-    workers = WorkerGroup(number_of_workers=config.workers.number_of_workers, **of_workers)
-    return {"scheduler": Scheduler(**of_scheduler), "workers": workers}
-
-
-def _resources(requests: Any, limits: Any) -> Any:
-    from flyte_migrate._resource import _transform_resource_v1_to_v2
-
-    gpus = next((each.gpu for each in (limits, requests) if each is not None and each.gpu), None)
-    bare = [replace(each, gpu=None) if each is not None else None for each in (requests, limits)]
-    made = _transform_resource_v1_to_v2(requests=bare[0], limits=bare[1])
-    return replace(made, gpu=int(gpus)) if gpus else made
-
-
 HOST = config.Host(sdk="Flyte 2's SDK", package="flyteplugins.daskpytorch", register=TaskPluginRegistry.register)
 HOST.add(DaskDDP, DaskDDPTask)
 HOST.add(SpawnDDP, SpawnDDPTask)
 HOST.add(DaskCluster, DaskClusterTask)
-if "flyte_migrate" in sys.modules:  # flyte-migrate converts only configs that it knows
-    _join_flyte_migrate()

@@ -1,7 +1,7 @@
-"""Adapter of flytekit's context to the plugin's `Execution`. Runs in the driver, and `FlyteStorage` in ranks."""
+"""Adapter of flytekit's context to the plugin's `Execution`. Runs in the driver."""
 
 import os
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +59,16 @@ class FlyteExecution(host.Execution):
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
 
     def in_ranks(self) -> host.Execution | None:
-        return FlyteStorage(self._ctx.file_access.data_config) if self.task is not None else None
+        open_here = partial(opened, settings=self._ctx.file_access.data_config)
+        return host.StorageInRanks(open_here) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:
         return str(self._params.secrets.get(name.group, name.key, name.group_version))
 
 
-@dataclass(frozen=True)
-class FlyteStorage(host.Execution):
-    """Execution in the ranks of `dispatch.run`: opens Flyte's storage with the credentials of the driver's task."""
-
-    data_config: DataConfig
-    """Settings of flytekit's storage, such as access keys. A cloud role is that of the rank's own pod."""
-
-    def filesystem(self, uri: str) -> Any:
-        protocol = split_protocol(uri)[0] or "file"
-        return host.open_filesystem(uri, **get_fsspec_storage_options(protocol, self.data_config))
+def opened(uri: str, settings: DataConfig) -> Any:
+    protocol = split_protocol(uri)[0] or "file"
+    return host.open_filesystem(uri, **get_fsspec_storage_options(protocol, settings))
 
 
 def rank_environment() -> dict[str, str]:

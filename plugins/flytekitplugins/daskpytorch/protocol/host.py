@@ -70,6 +70,17 @@ class Execution:
         )
 
 
+@dataclass(frozen=True)
+class StorageInRanks(Execution):
+    """Execution in the ranks of `dispatch.run`, with the credentials of the driver's task."""
+
+    open: Callable[[str], Any]
+    """Picklable, with settings of the storage such as access keys. A cloud role is that of the rank's own pod."""
+
+    def filesystem(self, uri: str) -> Any:
+        return self.open(uri)
+
+
 class RankHost(Protocol):
     """The task's host, such as Flyte, in a rank. The driver pickles this object."""
 
