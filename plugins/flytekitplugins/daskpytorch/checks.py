@@ -244,12 +244,10 @@ def is_installed(package: str) -> bool:
 
 def require_flytekit(what: str) -> None:
     """Raise `ImportError` without flytekit, which `what` needs and which has no release for Python 3.13 and newer."""
-    if is_installed("flytekit") and is_installed("flytekitplugins.dask"):
-        return
-    advice = (
-        f"pip install '{DISTRIBUTION}'"
-        if sys.version_info < (3, 13)
-        else "it has no release for Python 3.13 and newer: take Python 3.11 or 3.12, or "
-        f"pip install '{DISTRIBUTION}[flyte2]' and Flyte 2's flyteplugins.daskpytorch"
-    )
-    raise ImportError(f"{what} needs flytekit, not installed for {sys.executable}: {advice}", name="flytekit")
+    if not (is_installed("flytekit") and is_installed("flytekitplugins.dask")):
+        raise ImportError(
+            f"{what} needs flytekit, not installed for {sys.executable}: pip install '{DISTRIBUTION}'. Flytekit has no "
+            f"release for Python 3.13 and newer: there take Flyte 2's flyteplugins.daskpytorch, by "
+            f"pip install '{DISTRIBUTION}[flyte2]'",
+            name="flytekit",
+        )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,11 +27,9 @@ from flytekitplugins.daskpytorch.driver.request import request_for, request_for_
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
-from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, function_of, key_of
 from flytekitplugins.daskpytorch.protocol.script import as_script
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb, is_debugging
-from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.config import rules_of_own_node
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 from flytekitplugins.daskpytorch.task.staying import StayingGang
@@ -300,7 +297,6 @@ def map(  # noqa: A001
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
     from flytekitplugins.daskpytorch.sweep.sweep import Sweep
 
-    _tell_of_resume()
     check_function(pytorch_function)
     experiments = experiments if isinstance(experiments, Search) else list(cast("Iterable[Any]", experiments))
     for experiment in [None] if isinstance(experiments, Search) else experiments:
@@ -345,15 +341,6 @@ def _gang() -> None:
 
 
 _gang.__module__, _gang.__qualname__ = "__main__", "gang"
-
-
-def _tell_of_resume() -> None:
-    asked = os.environ.get(local_runs.RESUME_VARIABLE)
-    if asked and local_runs.local_run.get() is None:
-        say(
-            f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.map outside a task. To go on from an "
-            "earlier call, give both calls the same storage=..."
-        )
 
 
 def _is_grouped(experiments: object) -> bool:

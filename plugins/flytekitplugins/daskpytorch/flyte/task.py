@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import os
 import re
@@ -112,8 +111,8 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         labels = {**_of_template(kwargs, "labels"), **(kwargs.get("labels") or {})}
         annotations = {**_of_template(kwargs, "annotations"), **kwargs["annotations"]}
         kwargs["annotations"] |= in_ranks.pod_group(name, labels, annotations, num_workers)
+        kwargs["environment"] = {**settings, **(kwargs.get("environment") or {})}
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
-        self._cluster_settings = settings
         self._check_accelerator()
 
     def _check_accelerator(self) -> None:
@@ -129,16 +128,6 @@ class _OnDask(DaskTask):  # type: ignore[misc]
                 "nodes: pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[], node_selector={...}, "
                 "tolerations=[...]))",
             )
-
-    def get_container(self, settings: SerializationSettings) -> Any:
-        """Return the container. Variables of the task and of the registration win over our Dask settings."""
-        return super().get_container(self._with_cluster_settings(settings))
-
-    def get_k8s_pod(self, settings: SerializationSettings) -> Any:
-        return super().get_k8s_pod(self._with_cluster_settings(settings))
-
-    def _with_cluster_settings(self, settings: SerializationSettings) -> SerializationSettings:
-        return dataclasses.replace(settings, env={**self._cluster_settings, **(settings.env or {})})
 
 
 class _InRanks(in_ranks.InRanks, _Resumable):
