@@ -53,9 +53,7 @@ class Rank:
             send_returned=pickle.dumps,
         )
         stop: Any = SimpleNamespace(has_fired=False)
-        self.server = Server(
-            link, folder, stop, lambda value: value, lambda error, _: Failure.of(error, 0.0), nullcontext
-        )
+        self.server = Server(link, folder, stop, lambda value: value, lambda error: Failure.of(error, 0.0), nullcontext)
 
     def serve(self, *orders: CallOrder) -> list[CallEnded]:
         self.sent.clear()

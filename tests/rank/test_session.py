@@ -1,7 +1,6 @@
 """The end of a rank whose function has returned."""
 
 import dataclasses
-import os
 import threading
 import time
 from multiprocessing import Pipe
@@ -22,7 +21,7 @@ def test_rank_with_nccl_that_has_returned_says_so_once_its_threads_have_ended() 
     agents, ranks = Pipe()
     with agents, ranks:
         link = GangLink(ranks, order)
-        session = Session(order, link, os.environ)
+        session = Session(order, link)
 
         def recalled() -> Recalled:
             session.follow(Ask(Question.COLLECTIVES, 1))

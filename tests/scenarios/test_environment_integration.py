@@ -92,17 +92,3 @@ def test_variables_that_are_read_early_reach_fresh_interpreters(client: Client) 
     for rank in of_ranks(client, {}):  # the next gang
         assert (rank["is_forked"], rank["debug"], rank["log_level"], rank["has_frames"]) == (True, "OFF", 0, False)
         assert rank["hash"] != first["hash"]
-
-
-def set_late() -> None:
-    """A function that sets variables too late, as scripts do at their top."""
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    os.environ["DATA"] = "/data"
-    os.environ["PYTHONHASHSEED"] = "3"  # too late in any program
-
-
-def test_a_variable_that_the_function_sets_too_late_is_told(client: Client, capfd: pytest.CaptureFixture[str]) -> None:
-    dispatch.run(client, set_late).result()
-    [hint] = [line for line in capfd.readouterr().err.splitlines() if "too late" in line]
-    assert "has set TORCH_DISTRIBUTED_DEBUG too late" in hint
-    assert "Gang(environment={...})" in hint

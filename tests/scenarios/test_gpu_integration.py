@@ -418,8 +418,6 @@ def test_an_error_of_the_code_is_blamed_and_the_next_attempt_is_clean(
     assert not isinstance(blamed, WorkerLostError), "an error of the code is no loss of infrastructure"
     assert blamed.rank == len(failed) - 1
     assert SAYS[fault, device] in f"{error} {blamed}"
-    if (fault, device) == ("memory", "cuda"):
-        assert "Largest live allocations:" in str(blamed)
     results = run(fail_once, fault, max_restarts=1, checkpoint_uri=str(tmp_path / "again")).result()
     assert results == [float(len(failed))] * len(failed)
 

@@ -281,8 +281,7 @@ class Gang:
     hints: bool = True
     """True: log one line for each likely mistake.
 
-    Mistakes are a loss of NaN or infinity, ranks without collectives, a `DistributedSampler` without `set_epoch`, a
-    metric of `keep` that no checkpoint has, and variables or a seed that come too late for the ranks.
+    Mistakes are a loss of NaN or infinity, ranks without collectives, and a metric of `keep` that no checkpoint has.
     """
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     """Environment variables of all ranks, as if set before each rank's Python started. They win over those of the task

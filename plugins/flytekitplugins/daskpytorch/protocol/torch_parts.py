@@ -126,23 +126,6 @@ def sharded_classes() -> tuple[type, ...]:
     return tuple(kind for kind in found if kind is not None)
 
 
-# ---- Memory of GPUs
-
-
-def memory_snapshot() -> dict[str, Any]:
-    """Return torch's snapshot of reserved GPU memory, for its viewer, without initialising CUDA."""
-    import torch
-
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return {"segments": segments, "device_traces": [[] for _ in range(torch.cuda.device_count())]}
-
-
-def record_memory() -> None:
-    import torch
-
-    torch.cuda.memory._record_memory_history("state", stacks="python")  # noqa: SLF001
-
-
 # ---- Tensors' memory in pickles
 
 

@@ -46,7 +46,7 @@ class Server:
         folder: Path,
         stop_signal: StopSignal,
         completed: Callable[[Any], Any],
-        failure_of: Callable[[BaseException, int], Failure],
+        failure_of: Callable[[BaseException], Failure],
         ending_forks: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._link = link
@@ -90,7 +90,7 @@ class Server:
             value = self._take(order, returned)
         except BaseException as error:
             self.interrupter.leave()  # Ctrl-C may have come right at the end of the call
-            failure = self._failure_of(error, order.number)
+            failure = self._failure_of(error)
         if failure is not None:
             gc.collect()  # the traceback's frames hold tensors
         for stream in (sys.stdout, sys.stderr):

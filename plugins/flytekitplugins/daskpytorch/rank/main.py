@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, WorkerData, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
-from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, own_gpu, process_group, sources
+from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, process_group, sources
 from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
 from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
 from flytekitplugins.daskpytorch.rank.session import (
@@ -62,7 +62,7 @@ def main(channel: Connection) -> int:
         _settle_in(order)
         with _host_of(order.job) as host:  # before other threads start: its imports may not be thread-safe
             link.folder = host.results_folder if host is not None else None
-            session = Session(order, link, os.environ)
+            session = Session(order, link)
             session.prompt = prompt = debugger.Prompt(order, link.send)
             session.server = _server(order, link, session, prompt) if order.job.call is None else None
             threading.Thread(
@@ -110,14 +110,12 @@ def _explained(
     link: GangLink,
     prompt: debugger.Prompt | None,
     error: BaseException,
-    call: int | None = None,
     *,
     is_final: bool = False,
 ) -> Failure:
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     sources.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
-    own_gpu.explain(error, order, link.submit, call)
     failure = failure_of(error, at, link, is_final=is_final)
     if prompt is not None and order.job.settings.on_error == "hold":
         prompt.hold(error, failure)
@@ -227,7 +225,6 @@ def _take_sound_device(order: RankOrder, check: GpuCheck) -> torch.device | None
     check.await_nvml()
     device = _take_device(order)
     check.compute(device)
-    own_gpu.record(order)
     return device
 
 

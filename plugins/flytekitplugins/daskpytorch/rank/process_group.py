@@ -298,10 +298,6 @@ def _takes_listener_by_libuv() -> bool:
     return Version(torch.__version__) >= Version("2.8")
 
 
-def has_read_nccls_variables() -> bool:
-    return _membership is not None and _membership.backend == ON_GPUS and _membership.num_groups == 1
-
-
 def num_collectives() -> int:
     from torch import distributed
 

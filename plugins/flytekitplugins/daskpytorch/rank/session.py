@@ -11,13 +11,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from flytekitplugins.daskpytorch.context import RankAttempt, RankContext
-from flytekitplugins.daskpytorch.process import program_end, signals, system
+from flytekitplugins.daskpytorch.process import program_end, signals
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
@@ -38,14 +38,12 @@ ACCOUNT_TIMEOUT = 2.0
 
 
 class Session:
-    def __init__(self, order: RankOrder, link: GangLink, environment: Mapping[str, str]) -> None:
+    def __init__(self, order: RankOrder, link: GangLink) -> None:
         place = order.place
         self._order = order
         self._link = link
         self._is_over = False
         self._compiled = CompileCache(order, link.note)
-        self.environment = dict(environment)
-        self._read_so_far = system.read_so_far()
         self.prompt: Prompt | None = None
         self.server: Server | None = None
         self.checkpoint = RankCheckpoint(order, link)
@@ -72,29 +70,16 @@ class Session:
         gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
         profiler = Profiler(place.rank, Path(order.scratch), link.submit, link.note)
         with profiler.watching(order.job.settings.profile):
-            with (
-                self._hinting(),
-                usage.watched(link.ledger),
-                gauge.reporting(place.world_size, link.send),
-            ):
+            with usage.watched(link.ledger), gauge.reporting(place.world_size, link.send):
                 yield
+            self._hint_at_exchange()
             link.send(messages.Spent(link.ledger.close(), is_last=True))
         self.checkpoint.flush()
 
-    @contextlib.contextmanager
-    def _hinting(self) -> Iterator[None]:
-        if not self._order.job.settings.hints:
-            yield
-            return
-        link, environment = self._link, dict(os.environ)
-        with usage.watching_samplers(link.ledger, link.hint):
-            yield
-        num_exchanges, has_trained = process_group.num_exchanges(), link.ledger.num_steps > 0
-        link.hint(usage.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
-        late = system.changed(self.environment, os.environ, self._read_so_far)
-        if process_group.has_read_nccls_variables():
-            late += system.changed(environment, os.environ, ("NCCL_",))
-        link.hint(usage.of_variables([name for name in late if name in os.environ]))
+    def _hint_at_exchange(self) -> None:
+        if self._order.job.settings.hints:
+            num_exchanges, has_trained = process_group.num_exchanges(), self._link.ledger.num_steps > 0
+            self._link.hint(usage.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
 
     def see_out(self) -> None:
         """Wait until all ranks have finished, then give observers the account of time.

@@ -12,11 +12,10 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import psutil
 
@@ -222,11 +221,6 @@ def _used_by_cuda(index: int) -> int | None:
 
 # ---- Hints
 
-SAMPLER = (
-    "trains again on a shuffling DistributedSampler with epoch {}, and so in the same order: call its set_epoch(epoch) "
-    "before each epoch."
-)
-
 
 def of_loss(record: LogRecord) -> Noted | None:
     for name, value in record.metrics.items():
@@ -247,55 +241,6 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
         "trained one of its own. Is it wrapped in DistributedDataParallel?",
         "exchange",
     )
-
-
-def of_variables(late: Sequence[str]) -> Noted | None:
-    if not late:
-        return None
-    return Noted(
-        f"has set {', '.join(late)} too late: torch, or a library such as OpenMP or NCCL, had read the old values. "
-        "Give such variables by Gang(environment={...}).",
-        "variables",
-    )
-
-
-@contextlib.contextmanager
-def watching_samplers(ledger: Ledger, tell: Callable[[Noted], object]) -> Iterator[None]:
-    """Report a `DistributedSampler` that shuffles two epochs of training into the same order.
-
-    An epoch counts once an optimizer has made a step between two indices, so evaluations do not count. A sampler whose
-    `set_epoch` was called gets no hint.
-    """
-    from torch.utils.data.distributed import DistributedSampler
-
-    begin, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
-    trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-    has_epochs: WeakSet[Any] = WeakSet()
-
-    def begin_noted(sampler: DistributedSampler[Any]) -> Iterator[int]:
-        return noted(sampler, begin(sampler), sampler.epoch, ledger.num_steps)  # draws the order here, as without hints
-
-    def noted(sampler: DistributedSampler[Any], indices: Iterator[int], epoch: int, num_steps: int) -> Iterator[int]:
-        has_trained = False
-        for index in indices:
-            yield index
-            if not has_trained and ledger.num_steps > num_steps:
-                has_trained = True
-                if sampler.shuffle and sampler not in has_epochs and trained.get(sampler) == epoch:
-                    tell(Noted(SAMPLER.format(epoch), "sampler"))
-                trained[sampler] = epoch
-
-    def set_epoch_noted(sampler: DistributedSampler[Any], epoch: int) -> None:
-        has_epochs.add(sampler)
-        set_epoch(sampler, epoch)
-
-    samplers: Any = DistributedSampler
-    samplers.__iter__ = functools.wraps(begin)(begin_noted)
-    samplers.set_epoch = functools.wraps(set_epoch)(set_epoch_noted)
-    try:
-        yield
-    finally:
-        samplers.__iter__, samplers.set_epoch = begin, set_epoch
 
 
 # ---- Traces
