@@ -1,10 +1,6 @@
 """A GPU with a fault is found before its rank uses the GPU. The faults come from a library in place of NVML."""
 
-import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
@@ -28,16 +24,11 @@ from gangs import order_for
 
 Describe = Callable[..., None]
 CPU = torch.device("cpu")
-ABSENT = (1 << 31) - 1
-"""Process ID that no process has."""
-NAMED = "import sys; open('/proc/self/comm', 'w').write(sys.argv[1]); print(flush=True); sys.stdin.read()"
-"""Program with the name that its argument gives, up to the end of its input."""
 
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Describe:
     """Function that writes NVML's answers about GPU-1: those about a sound GPU, with changes. None: no answer."""
-    monkeypatch.setattr(own_gpu, "PAUSE", 0.0)
     file = fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": SOUND})
 
     def describe(uuid: str = "GPU-1", others: dict[str, Any] | None = None, **changes: int | None) -> None:
@@ -66,10 +57,6 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
         ({"recovery": 1}, "its driver asks for a reset"),
         ({"recovery": 2}, "its driver asks for a reboot of its host"),
         ({"recovery": 4}, "its driver asks for a reset after all work has left the GPU"),
-        ({"used": 30 << 30, "pid": 812}, None),
-        ({"used": 60 << 30}, None),  # by processes of other containers, or by the own Dask worker
-        ({"used": 60 << 30, "pid": ABSENT, "pid_memory": 60 << 30}, None),
-        ({"used": 60 << 30, "pid": os.getppid(), "pid_memory": 60 << 30}, None),  # as a Dask worker's
         ({"code": 15}, "NVML's nvmlDeviceGetHandleByUUID says: GPU is lost"),
         ({"code": 16}, "NVML's nvmlDeviceGetHandleByUUID says: GPU requires restart"),
         ({"code": 4}, None),  # no permission
@@ -79,25 +66,6 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
 def test_each_answer_of_nvml_is_read(driver: Describe, answers: dict[str, int | None], fault: str | None) -> None:
     driver(**answers)
     assert own_gpu.faults_of("1") == ([] if fault is None else [fault])
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("name", "size", "is_fault"), [("simulate", 60, True), ("simulate", 30, False), ("rank 3/8", 60, False)]
-)
-def test_only_processes_outside_the_gangs_may_not_hold_the_memory(
-    driver: Describe, name: str, size: int, is_fault: bool
-) -> None:
-    with subprocess.Popen([sys.executable, "-c", NAMED, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        driver(used=70 << 30, pid=other.pid, pid_memory=size << 30)
-        text = f"other processes hold {size}.0 of 80.0 GiB of its memory (process {other.pid})"
-        assert own_gpu.faults_of("1") == ([text] if is_fault else [])
-        driver(used=70 << 30, pid=other.pid)  # of unknown size
-        assert own_gpu.faults_of("1") == []
-        assert other.stdin is not None
-        other.stdin.close()
 
 
 def test_all_faults_of_a_gpu_are_named(driver: Describe) -> None:
@@ -129,7 +97,7 @@ def test_a_mig_instance_has_its_own_memory_and_the_faults_of_its_gpu(driver: Des
     driver(ecc=3, used=70 << 30, others={"MIG-a": instance})
     gpu = own_gpu.find_gpu("MIG-a")
     assert gpu is not None
-    assert (gpu.memory(), gpu.ecc_errors()) == ((1 << 30, 10 << 30), 3)
+    assert (gpu.memory(), gpu.ecc_errors()) == (1 << 30, 3)
 
 
 def test_a_gpu_that_nvml_does_not_know_passes(driver: Describe) -> None:
@@ -150,15 +118,6 @@ def test_the_functions_in_place_of_nvidia_ml_pys_take_as_many_arguments() -> Non
     for name, function in vars(fake_gpus.fake_library()).items():
         if name.startswith("nvml"):
             assert len(signature(function).parameters) == len(signature(getattr(pynvml, name)).parameters), name
-
-
-def test_a_fault_that_has_passed_at_the_second_look_does_not_count(
-    driver: Describe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as the memory of a process that is ending."""
-    driver(ecc=1)
-    monkeypatch.setattr(time, "sleep", lambda _: driver())
-    assert own_gpu.faults_of("GPU-1") == []
 
 
 # ---- The kernel, and the user's function

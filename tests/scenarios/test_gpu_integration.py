@@ -157,7 +157,7 @@ def check_by_nvml(device: str) -> tuple[dict[str, object] | None, list[str]]:
     uuid = str(torch.cuda.get_device_properties(current_rank().device).uuid)
     if (gpu := own_gpu.find_gpu(uuid)) is None:
         return None, own_gpu.faults_of(uuid)
-    answers = (gpu.memory, gpu.processes, gpu.ecc_errors, gpu.recovery, gpu.remapping)
+    answers = (gpu.memory, gpu.ecc_errors, gpu.recovery, gpu.remapping)
     return {answer.__name__: answer() for answer in answers}, own_gpu.faults_of(uuid)
 
 

@@ -73,11 +73,6 @@ def nvmlDeviceGetUtilizationRates(handle: str) -> Any:
     return SimpleNamespace(gpu=_answer(handle, "busy"))
 
 
-def nvmlDeviceGetComputeRunningProcesses(handle: str) -> list[Any]:
-    answers = _answers(handle)
-    return [SimpleNamespace(pid=answers["pid"], usedGpuMemory=answers.get("pid_memory"))] if "pid" in answers else []
-
-
 def nvmlDeviceGetTotalEccErrors(handle: str, kind: int, counter: int) -> int:
     assert (kind, counter) == (real.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, real.NVML_VOLATILE_ECC)
     return _answer(handle, "ecc")

@@ -13,12 +13,8 @@ import contextlib
 import functools
 import logging
 import os
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol.failure import GpuFaultError
@@ -49,29 +45,24 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
     """Return bytes in use, and the share of time (0 to 1) with work lately. None: unknown."""
     with contextlib.suppress(NvmlError):
         if (found := find_gpu(uuid)) is not None:
-            used, _ = found.memory() or (None, None)
-            return used, found.utilization()
+            return found.memory(), found.utilization()
     return None, None
 
 
 class Gpu:
-    """A GPU or MIG instance, which has its own memory and processes, and all else from its GPU."""
+    """A GPU or MIG instance, which has its own memory, and all else from its GPU."""
 
     def __init__(self, handle: Any) -> None:
         self._own = handle
         self._whole = _ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
 
-    def memory(self) -> tuple[int, int] | None:
+    def memory(self) -> int | None:
         memory = _ask("nvmlDeviceGetMemoryInfo", self._own)
-        return None if memory is None else (memory.used, memory.total)
+        return None if memory is None else memory.used
 
     def utilization(self) -> float | None:
         rates = _ask("nvmlDeviceGetUtilizationRates", self._own)
         return None if rates is None else rates.gpu / 100
-
-    def processes(self) -> dict[int, int]:
-        found = _ask("nvmlDeviceGetComputeRunningProcesses", self._own) or []
-        return {process.pid: process.usedGpuMemory or 0 for process in found}
 
     def ecc_errors(self) -> int:
         import pynvml
@@ -125,12 +116,6 @@ def _warn(text: str) -> None:
 NVML_TIMEOUT = 60.0
 """Seconds. Without persistence mode, NVML takes some for each GPU of the host."""
 KERNEL_TIMEOUT = 60.0
-PAUSE = 1.0
-"""Seconds until a second look, as a fault may be short: the memory of a process that is ending."""
-MAX_SHARE_OF_OTHERS = 0.5
-"""Share of a GPU's memory (0 to 1) that processes outside the gangs may hold before the rank begins."""
-RANK_NAME = re.compile(r"rank \d+/")
-"""As `main` names each rank's process."""
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
 NUM_NUMBERS = 1 << 18
 """1 MiB, enough for each part of a large GPU to compute some."""
@@ -189,13 +174,6 @@ def _fault(found: str) -> GpuFaultError:
 
 
 def faults_of(uuid: str) -> list[str]:
-    if not _look(uuid):
-        return []
-    time.sleep(PAUSE)
-    return _look(uuid)
-
-
-def _look(uuid: str) -> list[str]:
     try:
         gpu = find_gpu(uuid)
         return [] if gpu is None else list(read_faults(gpu))
@@ -213,25 +191,6 @@ def read_faults(gpu: Gpu) -> Iterator[str]:
         yield "a row of its memory waits to be remapped at a reset"
     if action := gpu.recovery():
         yield f"its driver asks for {RECOVERIES.get(action, 'a reset after all work has left the GPU')}"
-    processes = gpu.processes()
-    strangers = _strangers(processes)
-    _, total = gpu.memory() or (0, 0)
-    held = sum(processes[pid] for pid in strangers)
-    # The GPU's memory in use proves nothing: a container lists neither the processes of others, nor always its own Dask
-    # worker. Ranks of other gangs share the GPU by the user's choice.
-    if 0 < MAX_SHARE_OF_OTHERS * total < held:
-        named = ", ".join(f"process {pid}" for pid in strangers)
-        yield f"other processes hold {held / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory ({named})"
-
-
-def _strangers(pids: Iterable[int]) -> list[int]:
-    own = {process.pid for process in psutil.Process().parents()}
-    found = []
-    for pid in sorted(set(pids) - own - {os.getpid()}):
-        with contextlib.suppress(psutil.Error):
-            if not RANK_NAME.match(psutil.Process(pid).name()):
-                found.append(pid)
-    return found
 
 
 # ---- The kernel

@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.rank import liveness, process_group, usage
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.compile_cache import CompileCache
 from flytekitplugins.daskpytorch.rank.link import GangLink
-from flytekitplugins.daskpytorch.rank.usage import Gauge, Profiler
+from flytekitplugins.daskpytorch.rank.usage import Gauge
 from flytekitplugins.daskpytorch.records import LogRecord
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class Session:
         link.ledger.begin()
         place = order.place
         gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
-        profiler = Profiler(place.rank, Path(order.scratch), link.submit, link.note)
-        with profiler.watching(order.job.settings.profile):
+        with usage.profiled(order.job.settings.profile, place.rank, Path(order.scratch), link.submit, link.note):
             with usage.watched(link.ledger), gauge.reporting(place.world_size, link.send):
                 yield
             self._hint_at_exchange()

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,6 @@ from flytekitplugins.daskpytorch.rank import own_gpu
 from flytekitplugins.daskpytorch.records import RankUsage
 
 if TYPE_CHECKING:
-    from torch.profiler import profile
-
     from flytekitplugins.daskpytorch.records import LogRecord
     from flytekitplugins.daskpytorch.settings import Profile
 
@@ -246,71 +244,49 @@ def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bo
 # ---- Traces
 
 
-@dataclass
-class Profiler:
-    rank: int
-    scratch: Path
-    submit: Callable[[str, bytes], None]
-    note: Callable[[str], None]
-    _profile: profile | None = field(default=None, init=False)
+@contextlib.contextmanager
+def profiled(
+    asked: Profile | None, rank: int, scratch: Path, submit: Callable[[str, bytes], None], note: Callable[[str], None]
+) -> Iterator[None]:
+    """Record the steps that `asked` names. Failures of the profiler, the disk or storage cost a log line alone."""
+    if asked is None or rank not in asked.ranks:
+        yield
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.profiler import profile, schedule
 
-    @contextlib.contextmanager
-    def watching(self, asked: Profile | None) -> Iterator[None]:
-        if asked is None or self.rank not in asked.ranks:
-            yield
-            return
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+    def keep(done: profile) -> None:
+        name = f"rank-{rank}-steps-{first}-{done.step_num}.pt.trace.json.gz"  # TensorBoard's plugin needs this suffix
+        done.export_chrome_trace(str(scratch / name))
+        where = _put(scratch / name, asked.folder, submit)
+        note(f"has recorded its steps {first} to {done.step_num}: {where} (open it at ui.perfetto.dev)")
 
-        self._guarded(lambda: self._begin(asked))
-        hook = register_optimizer_step_post_hook(lambda *_: self._guarded(lambda: self._step(asked)))
-        try:
-            yield
-        finally:
-            hook.remove()
-        self._guarded(self._end)
+    first, last = asked.steps
+    warmup = min(1, first - 1)  # a step for the profiler's own start
+    phases = schedule(skip_first=first - 1 - warmup, wait=0, warmup=warmup, active=last - first + 1, repeat=1)
+    recorder = profile(schedule=phases, on_trace_ready=keep)
+    what = f"Profiling rank {rank}"
 
-    def _begin(self, asked: Profile) -> None:
-        from torch.profiler import profile, schedule
+    def step(*_: Any) -> None:
+        with optional(what):
+            recorder.step()
 
-        first, last = asked.steps
-        warmup = min(1, first - 1)  # a step for the profiler's own start
-        phases = schedule(skip_first=first - 1 - warmup, wait=0, warmup=warmup, active=last - first + 1, repeat=1)
-        self._profile = profile(schedule=phases, on_trace_ready=lambda done: self._keep(done, asked))
-        self._profile.start()
+    with contextlib.ExitStack() as stack:
+        with optional(what):
+            recorder.start()
+            stack.callback(register_optimizer_step_post_hook(step).remove)
+        yield
+    with optional(what):
+        recorder.stop()  # keeps the trace of a function that has returned before the last step
 
-    def _step(self, asked: Profile) -> None:
-        if self._profile is not None:
-            self._profile.step()
-            if self._profile.step_num == asked.steps[1]:  # the last step: `_keep` has written the trace
-                self._end()
 
-    def _end(self) -> None:
-        profile, self._profile = self._profile, None
-        if profile is not None:
-            profile.stop()  # calls `_keep` if some steps were recorded
-
-    def _keep(self, profile: profile, asked: Profile) -> None:
-        first, last = asked.steps[0], profile.step_num
-        name = f"rank-{self.rank}-steps-{first}-{last}.pt.trace.json.gz"  # TensorBoard's plugin needs this suffix
-        path = self.scratch / name
-        profile.export_chrome_trace(str(path))
-        where = self._put(path, asked.folder)
-        self.note(f"has recorded its steps {first} to {last}: {where} (open it at ui.perfetto.dev)")
-
-    def _put(self, path: Path, folder: str | None) -> str:
-        data = path.read_bytes()
-        path.unlink()
-        if folder is None:
-            self.submit(f"profiles/{path.name}", data)
-            return f"profiles/{path.name} among the results"
-        files, where = current_execution().filesystem(folder), f"{folder.rstrip('/')}/{path.name}"
-        files.makedirs(folder, exist_ok=True)
-        files.pipe_file(where, data)
-        return where
-
-    def _guarded(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except Exception as error:  # by the profiler, the disk or storage
-            self._profile = None
-            self.note(f"could not be profiled ({type(error).__name__}: {error}); the training goes on without a trace")
+def _put(path: Path, folder: str | None, submit: Callable[[str, bytes], None]) -> str:
+    data = path.read_bytes()
+    path.unlink()
+    if folder is None:
+        submit(f"profiles/{path.name}", data)
+        return f"profiles/{path.name} among the results"
+    files, where = current_execution().filesystem(folder), f"{folder.rstrip('/')}/{path.name}"
+    files.makedirs(folder, exist_ok=True)
+    files.pipe_file(where, data)
+    return where

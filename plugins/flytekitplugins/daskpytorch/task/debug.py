@@ -42,7 +42,7 @@ from flytekitplugins.daskpytorch.rank.checkpoint import check_best, copy_of, rea
 from flytekitplugins.daskpytorch.rank.link import unwrapped
 from flytekitplugins.daskpytorch.rank.session import completed
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
-from flytekitplugins.daskpytorch.rank.usage import Profiler
+from flytekitplugins.daskpytorch.rank.usage import profiled
 from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint, numbers
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
@@ -91,8 +91,9 @@ def run_here(
             link.trackers.open(told.for_rank())
             link.trackers.call("on_begin")
             stack.push(lambda kind, *_: link.trackers.call("on_end", int(kind is not None)))
-            profiler = Profiler(0, folder, link.submit, lambda text: told.note(f"rank 0 {text}"))
-            stack.enter_context(profiler.watching(settings.profile))
+            stack.enter_context(
+                profiled(settings.profile, 0, folder, link.submit, lambda text: told.note(f"rank 0 {text}"))
+            )
             stack.enter_context(ending_as_program())  # then the result is None
             return unwrapped(completed(function()))
     except KeyboardInterrupt:
