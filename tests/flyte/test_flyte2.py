@@ -27,6 +27,7 @@ pytest.importorskip("flyteplugins.dask")
 import flyte
 import flyte.errors
 import flyte.storage
+from flyte._internal.runtime.convert import convert_error_to_native, convert_from_native_to_error
 from flyte._internal.runtime.task_serde import translate_task_to_wire
 from flyte.models import SerializationContext
 from flyteplugins.dask import Dask
@@ -68,8 +69,10 @@ def test_the_cluster_is_the_one_that_flytes_own_plugin_asks_for() -> None:
 def test_gpus_that_flyte_would_ask_for_by_a_wrong_name_are_told_and_those_of_the_environment_are_the_workers() -> None:
     gpus = flyte.Resources(cpu=8, gpu="A100:4")
     for kind in (DaskDDP, DaskCluster):
-        with pytest.warns(UserWarning, match=r"made.one: Flyte 2's plugin for Dask, .* `gpu`, .*gpu='A100:4'\)"):
+        with pytest.raises(ValueError, match=r"without their kind, .*Resources\(gpu='A100:4'\)"):
             made(kind(workers=WorkerGroup(number_of_workers=2, resources=gpus)))
+        with pytest.warns(UserWarning, match=r"made.one: Flyte 2's plugin for Dask, as of 2\.0\.43, .* `gpu`"):
+            made(kind(workers=WorkerGroup(number_of_workers=2, resources=flyte.Resources(gpu=4))))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         inherited = made(DaskDDP(workers=WorkerGroup(number_of_workers=2)), resources=gpus)
@@ -125,13 +128,30 @@ def test_pods_in_a_queue_of_kueue_are_admitted_together_and_a_wrong_number_is_re
             made(config, pod_template=flyte.PodTemplate(labels=queue, annotations={size: "6"}))
 
 
-def test_a_lost_worker_is_flytes_system_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [
+        ("GPU 3 of host a failed: CUDA error: uncorrectable ECC error encountered", "GpuEccUncorrectable"),
+        ("... found: 3 uncorrectable memory errors (ECC) since its driver was loaded", "GpuEccUncorrectable"),
+        ("... found: a row of its memory waits to be remapped at a reset", "GpuRowRemapPending"),
+        ("... found: a row of its memory could not be remapped", "GpuXidError"),
+        ("GPU 3 of host a failed: NVML_ERROR_GPU_IS_LOST: GPU is lost", "GpuFallenOffBus"),
+        ("GPU 3 of host a failed: CUDA error: uncorrectable NVLink error", "GpuNvlinkError"),
+        ("... found: other processes hold 3.0 of 8.0 GiB of its memory (process 7)", None),
+        ("its worker was lost", None),
+    ],
+)
+def test_a_broken_gpu_is_flytes_typed_error(cause: str, code: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flyte, "ctx", lambda: REMOTE)
     task = made(SpawnDDP())
-    monkeypatch.setattr(task, "_run", AsyncMock(side_effect=WorkerLostError("its worker was lost")))
-    with pytest.raises(flyte.errors.RuntimeSystemError, match="its worker was lost") as raised:
+    monkeypatch.setattr(task, "_run", AsyncMock(side_effect=WorkerLostError(cause, cause=cause)))
+    with pytest.raises(flyte.errors.RuntimeSystemError, match=re.escape(cause)) as raised:
         asyncio.run(task.execute(x=1))
-    assert raised.value.code == "WorkerLostError"
+    assert raised.value.code == (code or "WorkerLostError")
+    assert isinstance(raised.value, flyte.errors.GPUFaultSystemError) == (code is not None)
+    if code is not None:
+        left = convert_error_to_native(convert_from_native_to_error(raised.value))
+        assert isinstance(left, flyte.errors.GPUFaultSystemError)
 
 
 def test_all_else_is_the_same_objects() -> None:

@@ -221,6 +221,3 @@ def test_attempts_go_on_from_each_others_checkpoints_in_a_bucket(
     assert "going on from the previous attempt's checkpoint of step 0" in said
 
     assert "going on from the previous attempt's checkpoint of step 1" in flow.succeeds(2)
-
-
-# ---- Files written for flytekit --------------------------------------------------------------------------------------
