@@ -8,7 +8,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import data
 from flytekitplugins.daskpytorch.data.bucket import Listed
-from flytekitplugins.daskpytorch.data.image_index import ImageCache, ImageIndex
+from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
 PLACE = {"endpoint_url": "http://127.0.0.1:1"}
 NOWHERE: dict[str, Any] = {"storage_options": {"key": "access", "secret": "hush"} | PLACE, "num_retries": 1}
@@ -63,11 +63,6 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
 def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         data.S3ImageFolder(*place, **{**NOWHERE, **options})
-
-
-def test_the_cache_has_its_folder_and_its_size(index: Path, tmp_path: Path) -> None:
-    folder = data.S3ImageFolder("b", "p", index=index, cache_dir=tmp_path / "cache", cache_bytes=5_000, **NOWHERE)
-    assert vars(folder._cache) == vars(ImageCache(tmp_path / "cache", 5_000))
 
 
 def test_an_index_of_another_folder_is_refused(index: Path) -> None:

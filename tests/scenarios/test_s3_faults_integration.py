@@ -319,27 +319,6 @@ def test_pictures_that_always_arrive_damaged_can_be_left_out(folder: Make, proxy
     assert dataset.num_broken == 1
 
 
-# ---- The cache
-
-
-def test_cached_pictures_are_not_asked_for_again_unless_they_are_damaged(
-    folder: Make, proxy: FaultProxy, tmp_path: Path
-) -> None:
-    dataset = folder(cache_dir=tmp_path)
-    dataset.__getitems__(range(4))
-    proxy.heal()
-    assert np.array_equal(read(folder(cache_dir=tmp_path), VICTIM), shown(JPEG))
-    assert proxy.num_requests("/few/") == 0
-    for file in tmp_path.rglob("*"):
-        if file.is_file():
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 0xFF
-            file.write_bytes(content)
-    for key, (picture, _) in zip(dataset.all_files, dataset.__getitems__(range(4)), strict=True):
-        assert np.array_equal(np.asarray(picture), shown(FEW[key]))
-    assert proxy.num_requests("/few/") == 4
-
-
 # ---- Processes
 
 START_METHODS = """

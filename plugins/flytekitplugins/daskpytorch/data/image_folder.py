@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, get_worker_info
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems, require_extra
 from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, DamagedTransferError, access_options, split_uri
-from flytekitplugins.daskpytorch.data.image_index import ImageCache, ImageIndex
+from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
 
 if TYPE_CHECKING:
@@ -176,7 +176,6 @@ RULES = {
     "on_error": checks.must_be("'raise', 'skip' or a function", callable, lambda value: value in ("raise", "skip")),
     "max_pixels": WHOLE,
     "min_side": checks.optional(WHOLE),
-    "cache_bytes": checks.must_be("a number of bytes above 0", lambda value: value > 0),
     "num_connections": WHOLE,
     "timeout": checks.SECONDS,
     "num_retries": checks.whole(0),
@@ -232,8 +231,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         max_pixels: int = MAX_PIXELS,
         min_side: int | None = None,
         index: str | os.PathLike[str] | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int = 10 * 2**30,
         num_connections: int = 32,
         timeout: float = 30.0,
         num_retries: int = 5,
@@ -265,8 +262,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 and eighth size that suits, in a fraction of the time. Results differ a little, and a crop before
                 `Resize` takes a larger part of the picture. None: full size.
             index: File with the listing, for many ranks and runs. A missing file is written. None: list the folder.
-            cache_dir: Local folder that keeps downloaded pictures, for several processes at once. None: no cache.
-            cache_bytes: Maximum number of bytes of the cache.
             num_connections: Maximum number of requests in flight per process.
             timeout: Timeout, in seconds, for the server's answer to a request.
             num_retries: Maximum number of retries of a request after resets, timeouts, HTTP 5xx or damage.
@@ -293,7 +288,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         self._on_error = on_error
         self._max_pixels = max_pixels
         self._min_side = min_side
-        self._cache = ImageCache(cache_dir, cache_bytes) if cache_dir is not None else None
         self._source = _Source(bucket, access)
         self._index = self._listed(prefix, index, nested=nested)
         self.all_files = [listed.key for listed in self._index.files]
@@ -382,14 +376,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return index
 
     def _fetch(self, index: int) -> bytes:
-        listed = self._index.files[index]
-        bucket = self._source.here.bucket
-        body = self._cache.get(bucket.name, listed) if self._cache else None
-        if body is None:
-            body = bucket.read(listed)
-            if self._cache:
-                self._cache.put(bucket.name, listed, body)
-        return body
+        return self._source.here.bucket.read(self._index.files[index])
 
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
         try:
