@@ -610,7 +610,7 @@ def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(gang
     """Such as one that was given up, and still has a rank of an older attempt."""
     world = gang_of()
     stranger = world.join(world.new_worker())
-    (piece,) = payload.cut("a", b"of an older attempt")
+    (piece,) = payload.cut("a", [b"of an older attempt"])
     part = world.received.keep(0, piece)
     world.report(stranger, 0, part)
     assert world.received.is_empty

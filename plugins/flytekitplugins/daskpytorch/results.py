@@ -1,7 +1,7 @@
 """Files that ranks submit during a training, and that the driver writes below a folder.
 
-Results travel over the gang's connections, not through the Dask scheduler. The driver of a task writes them without a
-call, by `TaskResults`.
+Results travel over the gang's connections, not through the Dask scheduler. The driver of a task writes them at its end,
+by `TaskResults`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
@@ -37,11 +38,8 @@ POLL_INTERVAL = 0.05
 """Seconds between two checks for submitted files."""
 MAX_FOLDERS = 100
 """Functions that upload and remove folders recurse once per folder, at most 1,000 times."""
-DISK_ERRORS = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
-    *(errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT),
-)
-"""Errors (`errno`) of the whole disk, after which a write can be repeated. Others concern one path."""
+OF_PATH = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+"""Errors (`errno`) that concern one path. After others, of the whole disk, a write can be repeated."""
 PROFILES = "profiles"
 """Subfolder for traces by `Gang(profile=...)`."""
 FAILED_LIMIT = 60.0
@@ -179,9 +177,9 @@ def write_out(received: ReceivedResults, folder: ResultFolder) -> list[ResultPat
     """
     refusals: list[ResultPathError] = []
 
-    def write(rank: int, path: str, pieces: Iterator[bytes]) -> None:
+    def write(rank: int, path: str, file: Path) -> None:
         try:
-            folder.write(rank, path, pieces)
+            folder.take(rank, path, file)
         except ResultPathError as error:
             refusals.append(error)
             sys.stderr.write(f"{error}\n")
@@ -241,20 +239,19 @@ class ResultFolder:
         self.name = name or os.fspath(prefix)
         Path(prefix).mkdir(parents=True, exist_ok=True)
         self._root = os.path.realpath(prefix).rstrip("/")
-        self._unfinished = f".unfinished-{uuid.uuid4().hex}"
 
-    def write(self, rank: int, path: str, pieces: Iterable[bytes]) -> None:
-        """Raises `ResultPathError` if the path is refused, and `OSError` if the file cannot be written now."""
+    def take(self, rank: int, path: str, file: Path) -> None:
+        """Move a file to a path. ResultPathError: the path is refused. OSError: the file cannot be written now."""
         try:
             if (reason := _objection(path)) is None:
-                return self._write(self._resolve(path), pieces)
+                return _move(file, self._resolve(path))
         except OSError as error:
             is_writable = os.access(self._root, os.W_OK | os.X_OK, effective_ids=True)
-            if error.errno is None or error.errno in DISK_ERRORS or not is_writable:
+            if error.errno not in OF_PATH or not is_writable:
                 raise
             reason = os.strerror(error.errno)
-        except Exception as error:  # an unforeseen error of one file must not hold up the others
-            reason = f"{type(error).__name__}: {error}"
+        except ValueError as error:  # a null byte, half of a surrogate pair, or a path out of the folder
+            reason = str(error)
         raise ResultPathError(rank, path, self.name, reason)
 
     def _resolve(self, path: str) -> Path:
@@ -263,11 +260,16 @@ class ResultFolder:
             raise ValueError(f"it leads to {target}")
         return Path(target)
 
-    def _write(self, target: Path, pieces: Iterable[bytes]) -> None:
-        with replacing(target, target.with_name(self._unfinished)) as unfinished:
-            unfinished.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
-                file.writelines(pieces)
+
+def _move(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        with replacing(target, target.with_name(f".unfinished-{uuid.uuid4().hex}")) as unfinished:
+            shutil.copy(file, unfinished)
 
 
 def _objection(path: str) -> str | None:
@@ -299,10 +301,7 @@ class TaskResults:
     def received(self) -> Iterator[ReceivedResults]:
         received, worker = ReceivedResults(), Worker(name="results")
         place = contextlib.nullcontext(self._path) if self._path else scratch_folder("daskpytorch-results-")
-        with place as folder, contextlib.closing(worker):
-            # In a thread, so that a slow disk does not delay the gang's supervisor. If an error persists, the last
-            # write raises it.
-            received.notify = partial(worker.submit, partial(self._write, received, folder), lambda *_: True)
+        with place as folder, contextlib.closing(worker), contextlib.closing(received):
             try:
                 yield received
             except BaseException as error:
@@ -311,7 +310,6 @@ class TaskResults:
                 if not worker.flush(limit):
                     say(f"some results of the ranks did not reach {self.folder} within {limit:g} s. {LOST}")
                 raise
-            worker.flush()
             self._deliver(received, folder)
             if not self.has_files and received.folder_is_wanted:
                 self._make_empty_folder()
@@ -321,13 +319,9 @@ class TaskResults:
             self._profiles = _files_below(self._path / PROFILES)
         return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}
 
-    def _write(self, received: ReceivedResults, folder: Path) -> None:
-        """Write all submitted files that have arrived. Raises `OSError` of the disk. The next call tries again."""
+    def _deliver(self, received: ReceivedResults, folder: Path) -> None:
         if not received.is_empty:
             write_out(received, ResultFolder(folder, self.folder))
-
-    def _deliver(self, received: ReceivedResults, folder: Path) -> None:
-        self._write(received, folder)
         if any(path.is_file() for path in folder.rglob("*")):
             if self._path is None:
                 self._execution.put_folder(folder, self.folder)

@@ -1,86 +1,90 @@
-"""Buffer of the results and return values that a gang's ranks have sent. Runs in the driver."""
+"""Submitted files and return values that a gang's ranks have sent, each in a file. Runs in the driver."""
 
 import contextlib
+import functools
 import os
 import pickle
 import tempfile
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from flytekitplugins.daskpytorch.protocol.payload import Piece, Segment, mapped
-
-Stored = bytes | Segment | list[memoryview]
-"""Data of a piece: its place in the buffer's file, its bytes if the disk is full, or a return value's mapped parts."""
+from flytekitplugins.daskpytorch.process.folders import scratch_folder
+from flytekitplugins.daskpytorch.protocol.payload import Bytes, Piece, mapped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReceivedPiece:
     rank: int
     piece: Piece
     """Without its data."""
-    stored: Stored
+    parts: Sequence[memoryview] = ()
+    """Mapped parts of a whole return value."""
+    error: OSError | None = None
 
 
 class ReceivedResults:
     """Submitted files and return values of one gang's ranks, over all attempts, in order of arrival."""
 
     def __init__(self) -> None:
-        self._buffer = ResultBuffer()
-        self._unfinished: dict[int, list[Stored]] = {}
-        self._returned: dict[int, tuple[list[Stored], Sequence[Segment]]] = {}
+        self._stack = contextlib.ExitStack()
+        self._returned: dict[int, Sequence[memoryview]] = {}
         self._lock = threading.Lock()
         """One thread writes files at a time."""
-        self._waiting: deque[tuple[int, str, list[Stored]]] = deque()
-        self.notify: Callable[[], object] = lambda: None
-        """Called in the gang's thread after each complete result."""
+        self._waiting: deque[tuple[int, str, Path]] = deque()
         self.folder_is_wanted = False
         """True if a rank has requested the folder of the task's results, by a file without a path."""
+        self.close = weakref.finalize(self, _close, self._stack, os.getpid())
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        return self._stack.enter_context(scratch_folder("daskpytorch-results-"))
 
     def keep(self, rank: int, piece: Piece) -> ReceivedPiece:
-        """Buffer a piece, and return the part for `add`. In the listener's thread: a slow disk makes ranks wait."""
-        if piece.file is not None:
-            with Path(piece.file).open("rb") as file:
-                Path(piece.file).unlink()
-                return ReceivedPiece(rank, piece, mapped(file, piece.segments))
-        return ReceivedPiece(rank, replace(piece, data=b""), self._buffer.put(piece.data))
+        """Write a piece, and return the part for `add`. In the listener's thread: a slow disk makes ranks wait."""
+        kept = ReceivedPiece(rank=rank, piece=replace(piece, data=b""))
+        try:
+            path = self._folder / piece.file
+            if not piece.is_written:
+                _write(path, piece)
+            return replace(kept, parts=_taken(path, piece)) if piece.is_last and piece.path is None else kept
+        except OSError as error:
+            return replace(kept, error=error)
 
     def add(self, part: ReceivedPiece) -> None:
-        """In the gang's thread, which drops parts of ranks that have left the attempt."""
-        if part.piece.is_first:  # drops an incomplete result: the rank's process ended
-            self._buffer.drop(self._unfinished.pop(part.rank, ()))
-        parts = self._unfinished.setdefault(part.rank, [])
-        parts.append(part.stored)
-        if part.piece.is_last:
-            del self._unfinished[part.rank]
-            if part.piece.path is None:
-                self._drop_returned(part.rank)  # an older attempt's return value
-                self._returned[part.rank] = parts, part.piece.segments
-                return
-            if part.piece.path:
-                self._waiting.append((part.rank, part.piece.path, parts))
-                self.notify()
-            else:
-                self.folder_is_wanted = True
+        """In the gang's thread, which drops parts of ranks that have left the attempt.
+
+        OSError: a piece could not be written, since the driver's disk is full, for example.
+        """
+        piece = part.piece
+        if part.error is not None:
+            raise part.error
+        if piece.is_last and piece.path is None:
+            self._returned[part.rank] = part.parts
+        elif piece.is_last and piece.path:
+            self._waiting.append((part.rank, piece.path, self._folder / piece.file))
+        elif piece.is_last:
+            self.folder_is_wanted = True
 
     @property
     def is_empty(self) -> bool:
         return not self._waiting
 
-    def write_files(self, write: Callable[[int, str, Iterator[bytes]], object]) -> None:
+    def write_files(self, write: Callable[[int, str, Path], object]) -> None:
         """Call `write` with rank, path and content of each submitted file, the oldest first.
 
         A file whose `write` fails is kept for the next call.
         """
         with self._lock:
             while self._waiting:
-                rank, path, pieces = self._waiting[0]
-                write(rank, path, map(self._buffer.get, pieces))
-                self._buffer.drop(pieces)
+                rank, path, file = self._waiting[0]
+                write(rank, path, file)
+                file.unlink(missing_ok=True)
                 self._waiting.popleft()
 
     def load_returned(self, rank: int, small: bytes | None) -> Any:
@@ -88,43 +92,40 @@ class ReceivedResults:
         return self.take_returned(rank, small)()
 
     def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:
-        """Remove a rank's return value. The returned function unpickles it, once and in any thread."""
-        pieces, segments = self._returned.pop(rank) if small is None else ([], ())
-        return partial(self._load, rank, small, pieces, segments)
+        """Remove a rank's return value. The returned function unpickles it, in any thread."""
+        return partial(_load, rank, self._returned.pop(rank) if small is None else [small])
 
     def drop_returned(self) -> None:
-        for rank in list(self._returned):
-            self._drop_returned(rank)
-
-    def _drop_returned(self, rank: int) -> None:
-        pieces, _ = self._returned.pop(rank, ([], ()))
-        self._buffer.drop(pieces)
-
-    def _load(self, rank: int, small: bytes | None, pieces: list[Stored], segments: Sequence[Segment]) -> Any:
-        try:
-            parts = [small] if small is not None else list(self._parts(pieces, segments))
-        finally:
-            self._buffer.drop(pieces)
-        try:
-            return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301 - from our own rank
-        except BaseException as error:  # any error of a user's class or extension
-            kept = _kept_for_user(parts)
-            error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver{kept}")
-            raise
-
-    def _parts(self, pieces: list[Stored], segments: Sequence[Segment]) -> Iterator[memoryview | bytearray]:
-        if isinstance(pieces[0], list):
-            yield from pieces[0]
-            return
-        data = map(self._buffer.get, pieces)
-        for _, size in segments:
-            part = bytearray()
-            while len(part) < size:
-                part += next(data)
-            yield part
+        self._returned.clear()
 
 
-def _kept_for_user(parts: Sequence[Any]) -> str:
+def _close(stack: contextlib.ExitStack, pid: int) -> None:
+    if os.getpid() == pid:  # not in a fork
+        stack.close()
+
+
+def _write(path: Path, piece: Piece) -> None:
+    with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as file:  # noqa: PTH123 - keeps earlier pieces
+        file.seek(piece.start)
+        file.write(piece.data)
+
+
+def _taken(path: Path, piece: Piece) -> list[memoryview]:
+    with path.open("rb") as file:
+        path.unlink()
+        return mapped(file, piece.segments)
+
+
+def _load(rank: int, parts: Sequence[Bytes]) -> Any:
+    try:
+        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301 - from our own rank
+    except BaseException as error:  # any error of a user's class or extension
+        kept = _kept_for_user(parts)
+        error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver{kept}")
+        raise
+
+
+def _kept_for_user(parts: Sequence[Bytes]) -> str:
     try:
         with tempfile.NamedTemporaryFile(prefix="daskpytorch-returned-", suffix=".pickle", delete=False) as file:
             pickle.dump([*map(pickle.PickleBuffer, parts)], file, protocol=5)
@@ -132,51 +133,3 @@ def _kept_for_user(parts: Sequence[Any]) -> str:
         return f". The value is lost, as it could not be written to a file: {error}"
     how = "data, *buffers = pickle.load(file); value = pickle.loads(data, buffers=buffers)"
     return f". The pickle is kept in {file.name}. Read the file with: {how}"
-
-
-class ResultBuffer:
-    """Stores pieces in an unnamed temporary file. A slow disk blocks only the thread that puts."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._file: IO[bytes] | None = None
-        self._end = 0
-        self._num_in_file = 0
-
-    def put(self, data: bytes) -> Stored:
-        """Keep bytes in the file, or on a disk error in memory."""
-        with contextlib.suppress(OSError):
-            return self._put_in_file(data)
-        return data
-
-    def get(self, stored: Stored) -> bytes:
-        if isinstance(stored, bytes):
-            return stored
-        if isinstance(stored, list) or self._file is None:
-            raise ValueError("a piece of a result is read that is not in the buffer, or was dropped before")
-        start, size = stored
-        return os.pread(self._file.fileno(), size, start)
-
-    def drop(self, several: Iterable[Stored]) -> None:
-        """An empty file is closed, which removes it."""
-        with self._lock:
-            self._num_in_file -= sum(isinstance(stored, tuple) for stored in several)
-            if self._num_in_file == 0 and self._file is not None:
-                self._file.close()
-                self._file, self._end = None, 0
-
-    def _put_in_file(self, data: bytes) -> Segment:
-        with self._lock:  # not during the write, so that a slow disk blocks no other thread
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-            file, start = self._file.fileno(), self._end
-            self._end += len(data)
-            self._num_in_file += 1
-        segment, num_written = (start, len(data)), 0
-        try:
-            while num_written < len(data):
-                num_written += os.pwrite(file, memoryview(data)[num_written:], start + num_written)
-        except OSError:
-            self.drop([segment])
-            raise
-        return segment

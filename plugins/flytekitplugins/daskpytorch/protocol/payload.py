@@ -5,13 +5,12 @@ A pickled value has parts: the pickle, and the memory of each large array and te
 A large call is anonymous memory (`memfd_create`) of the driver or an agent, the keeper. The node's ranks map it through
 `/proc/PID/fd`, so that their writes stay private.
 
-A rank on the driver's machine writes its return value to the driver's folder. The driver maps the file and deletes its
-name at once, so that no file remains, however the processes end. Other values, and submitted files, travel in pieces.
+A rank on the driver's machine writes its return value to the driver's folder. Other values, and submitted files, travel
+in pieces, which the driver writes to files. The driver maps the file of a return value, and deletes its name at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import uuid
@@ -33,14 +32,21 @@ Bytes = bytes | memoryview
 
 
 def write_parts(file: IO[bytes], parts: Sequence[Bytes]) -> tuple[Segment, ...]:
-    """Each part begins at the start of a memory page. OSError: for example, the disk is full."""
-    segments: list[Segment] = []
-    for part in parts:
-        start = -(-file.tell() // mmap.PAGESIZE) * mmap.PAGESIZE
+    """OSError: for example, the disk is full."""
+    segments = _segments(parts)
+    for (start, _), part in zip(segments, parts, strict=True):
         file.seek(start)
         file.write(part)
-        segments.append((start, len(part)))
     file.flush()
+    return segments
+
+
+def _segments(parts: Sequence[Bytes]) -> tuple[Segment, ...]:
+    segments, end = list[Segment](), 0
+    for part in parts:  # each begins at the start of a memory page
+        start = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = start + len(part)
+        segments.append((start, len(part)))
     return tuple(segments)
 
 
@@ -98,49 +104,41 @@ class SharedMemory:
 # ---- In pieces
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """A rank's pieces arrive in order, one value after the other."""
 
     path: str | None
     """Path in the results' folder (empty if only the task's folder must exist), or None for a return value."""
-    data: bytes
-    is_first: bool
-    is_last: bool
-    file: str | None = None
-    """File with the whole return value, unless the pieces' data has it."""
+    file: str
+    """The value's file: a name in a folder of the driver, or the path of a file that the rank has written."""
+    start: int = 0
+    """Place of the data in the file."""
+    data: bytes = b""
+    is_last: bool = True
+    is_written: bool = False
     segments: tuple[Segment, ...] = ()
-    """Places of the return value's parts in `file`, given with the last piece. Without a file only their sizes count,
-    and each piece belongs to one part."""
+    """Places of the return value's parts in the file, given with the last piece."""
 
 
-def cut(path: str, data: bytes) -> Iterator[Piece]:
-    return _cut(path, [data])
+def cut(path: str | None, parts: Sequence[Bytes]) -> Iterator[Piece]:
+    name, segments = uuid.uuid4().hex, _segments(parts)
+    views = [
+        (start + at, memoryview(part)[at : at + PIECE_SIZE])
+        for (start, size), part in zip(segments, parts, strict=True)
+        for at in range(0, max(size, 1), PIECE_SIZE)
+    ]
+    for index, (start, view) in enumerate(views):
+        is_last = index == len(views) - 1
+        last = segments if is_last else ()
+        yield Piece(path=path, file=name, start=start, data=bytes(view), is_last=is_last, segments=last)
 
 
 def pieces_of_returned(parts: Sequence[Bytes], folder: Path | None) -> Iterator[Piece]:
-    written = None
-    if folder is not None:
-        with contextlib.suppress(OSError):  # for example, the disk is full
-            written = _written(parts, folder)
-    return _cut(None, parts) if written is None else iter([written])
-
-
-def _written(parts: Sequence[Bytes], folder: Path) -> Piece:
+    """OSError: the disk is full, for example."""
+    if folder is None:
+        return cut(None, parts)
     path = folder / f"returned-{uuid.uuid4().hex}"
-    try:
-        with path.open("xb") as file:
-            segments = write_parts(file, parts)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return Piece(None, b"", is_first=True, is_last=True, file=str(path), segments=segments)
-
-
-def _cut(path: str | None, parts: Sequence[Bytes]) -> Iterator[Piece]:
-    views = [memoryview(part)[at : at + PIECE_SIZE] for part in parts for at in range(0, len(part), PIECE_SIZE)]
-    views = views or [memoryview(b"")]
-    segments = tuple((0, len(part)) for part in parts) if path is None else ()
-    for index, view in enumerate(views):
-        is_last = index == len(views) - 1
-        yield Piece(path, bytes(view), index == 0, is_last, segments=segments if is_last else ())
+    with path.open("xb") as file:
+        segments = write_parts(file, parts)
+    return iter([Piece(path=None, file=str(path), is_written=True, segments=segments)])

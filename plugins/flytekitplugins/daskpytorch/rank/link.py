@@ -149,7 +149,7 @@ class GangLink(Link):
     def submit(self, path: str, data: bytes) -> None:
         """Other reports may be sent between two pieces of a file."""
         with self._submit_lock:
-            for piece in payload.cut(path, data):
+            for piece in payload.cut(path, [data]):
                 self._send_piece(piece)
 
     def results_folder(self) -> Any:

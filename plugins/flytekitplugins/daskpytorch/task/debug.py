@@ -247,7 +247,7 @@ class _Link(Link):
         self.trackers.call("on_watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
-        for piece in payload.cut(path, data):
+        for piece in payload.cut(path, [data]):
             self._received.add(self._received.keep(0, piece))
 
     def results_folder(self) -> Any:
