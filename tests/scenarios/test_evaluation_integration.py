@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import Client, get_worker
+from distributed import Client
 
 from flytekitplugins.daskpytorch import Evaluate, Gang, Keep, LogRecord, Shape, current_rank, dispatch
 from flytekitplugins.daskpytorch.node import fork_client
@@ -144,7 +144,7 @@ def evaluate_until(folder: str, victim: str, moment: str) -> dict[str, float]:
 
 def worker_of_this_rank(marks: Path) -> int:
     pids: dict[str, int] = json.loads((marks / "workers.json").read_text())
-    return pids[get_worker().address]
+    return pids[current_rank().link.worker_data.worker]
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,20 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from distributed import get_client
 
 if sys.argv[1] == "flyte":
     import flyte
 
-    from flyteplugins.daskpytorch import DaskCluster, DaskDDP, Gang, SpawnDDP, current_client, current_rank, dispatch
+    from flyteplugins.daskpytorch import (
+        DaskCluster,
+        DaskDDP,
+        Gang,
+        SpawnDDP,
+        current_client,
+        current_rank,
+        data,
+        dispatch,
+    )
 
     def made(function, config):
         """The task, called by `flyte.run`."""
@@ -26,15 +34,26 @@ if sys.argv[1] == "flyte":
 else:
     from flytekit import task
 
-    from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Gang, SpawnDDP, current_client, current_rank, dispatch
+    from flytekitplugins.daskpytorch import (
+        DaskCluster,
+        DaskDDP,
+        Gang,
+        SpawnDDP,
+        current_client,
+        current_rank,
+        data,
+        dispatch,
+    )
 
     def made(function, config):
         """The task, called as a function."""
         return lambda driver: task(task_config=config)(function)(driver=driver)
 
 
-def sockets(driver: int) -> str:
+def sockets(driver: int, partitions: data.DaskPartitions | None = None) -> str:
     """Where the driver and all its descendants listen, once the ranks are connected."""
+    if partitions is not None:
+        list(partitions.share())
     total = torch.ones(())
     dist.all_reduce(total)
     family = [psutil.Process(driver), *psutil.Process(driver).children(recursive=True)]
@@ -44,8 +63,7 @@ def sockets(driver: int) -> str:
 
 
 def dask_ddp(driver: int) -> str:
-    """In a rank that uses Dask, too."""
-    get_client().submit(len, "x").result()
+    """In a rank on a Dask worker."""
     return sockets(driver)
 
 
@@ -55,9 +73,10 @@ def spawn_ddp(driver: int) -> str:
 
 
 def dask_cluster(driver: int) -> str:
-    """In a gang that the task's function runs."""
-    gang = Gang(ranks_per_worker=1)
-    return dispatch.run(current_client(), sockets, driver=driver, gang=gang).result()[current_rank().rank]
+    """In a gang that the task's function runs, and whose ranks use Dask, too."""
+    client, gang = current_client(), Gang(ranks_per_worker=1)
+    partitions = data.DaskPartitions(client, client.scatter(["a", "b"]))
+    return dispatch.run(client, sockets, driver, partitions, gang=gang).result()[current_rank().rank]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Gangs on Dask: the cluster, the agents on its workers, and Dask clients in ranks.
+"""Gangs on Dask: the cluster, and the agents on its workers.
 
-Runs in the driver and in Dask workers. `in_rank` also runs in ranks that use Dask. `dispatch`, `task`, `flyte` and
-`sweep` call this package. May import `driver` and all layers below.
+Runs in the driver and in Dask workers. `dispatch`, `task`, `flyte` and `sweep` call this package. May import `driver`
+and all layers below.
 """

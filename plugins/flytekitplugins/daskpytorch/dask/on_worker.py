@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +14,9 @@ from typing import Any
 from distributed import Worker, WorkerPlugin, get_worker, secede
 from distributed.core import Status
 
-from flytekitplugins.daskpytorch.dask import in_rank
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
+from flytekitplugins.daskpytorch.protocol.job import WorkerData
 
 NANNYS_TIME = 2.0
 """Seconds after SIGTERM for the nanny's order to close, without which the worker ends."""
@@ -32,7 +33,8 @@ def serve(address: str, order: AgentOrder) -> None:
     if here.nanny is not None:
         _run_on(here, _delay_sigterm_for_nanny, here)
     secede()  # an agent mostly waits, and must not take a worker's thread from other gangs and tasks
-    with _close_signal(here) as leaving, in_rank.served(here) as data:
+    data = WorkerData(worker=here.address, scheduler=here.scheduler.address, security=pickle.dumps(here.security))
+    with _close_signal(here) as leaving:
         agent.run(order, leaving, data)
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 
 if TYPE_CHECKING:
-    from distributed import Client, Future
+    from distributed import Client, Future, Scheduler
 
     from flytekitplugins.daskpytorch.protocol.job import Key, WorkerData
 
 
+POLL_INTERVAL = 0.2
 TOLERANCE = 1.1
 """Maximum bytes of a rank's partitions, as a multiple of the average.
 
@@ -55,13 +60,14 @@ class DaskPartitions:
             raise TypeError("DaskPartitions needs a synchronous client: Client(..., asynchronous=False)")
         self._futures: Sequence[Future] = _computed(client, collection)
         self._keys: tuple[Key, ...] = tuple(future.key for future in self._futures)
+        self._scheduler = address_for_ranks(client)
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the partitions' Dask keys. The futures stay in the driver, and keep the partitions alive."""
-        return {"_keys": self._keys}
+        return {"_keys": self._keys, "_scheduler": self._scheduler}
 
     def share(self) -> Share:
         """Return this rank's partitions. All ranks must call `share` together. Each partition is in one share.
@@ -74,8 +80,7 @@ class DaskPartitions:
             ValueError: The collection has fewer partitions than the gang has ranks.
         """
         rank = current_rank()
-        way: WorkerData | None = rank.link.worker_data
-        if way is None:
+        if rank.link.worker_data is None:
             raise RuntimeError(
                 "no Dask worker here: DaskPartitions.share() works in the ranks of dispatch.run and dispatch.map. "
                 "Loader processes get the Share itself."
@@ -85,7 +90,8 @@ class DaskPartitions:
                 f"{len(self)} partitions cannot be shared by {rank.world_size} ranks. Make more of them, as by "
                 f"repartition(npartitions={2 * rank.world_size}), or have fewer ranks."
             )
-        sizes = way.worker().sizes(self._keys)
+        way = way_to_dask(self._scheduler)
+        sizes = _sizes_here(way, self._keys)
         held = gathered({number: sizes[key] for number, key in enumerate(self._keys) if key in sizes})
         return Share(self._keys, share_out(len(self), held)[rank.rank], way)
 
@@ -117,7 +123,7 @@ class Share(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return Share(self._keys, self.indices[index], self._way)
-        partition = self._way.worker().fetch(self._keys[self.indices[index]])
+        partition = _fetch(self._way, self._keys[self.indices[index]])
         current_rank().progress.move()
         return partition
 
@@ -168,6 +174,94 @@ def _check_cluster(client: Client, futures: Sequence[Future]) -> None:
         raise ValueError(
             f"the collection lies on the cluster at {', '.join(sorted(others))}, but the gang will run at {here}. Make "
             "it with the client that the gang is run by, or let it travel through storage."
+        )
+
+
+# ---- The rank's own Dask client
+
+
+def address_for_ranks(client: Client) -> str | None:
+    """Return the scheduler's address for ranks, if workers are threads of this process. Else workers know it."""
+    address: str | None = client.run_on_scheduler(_listen) if client.scheduler.address.startswith("inproc:") else None
+    return address
+
+
+async def _listen(dask_scheduler: Scheduler) -> str:
+    if len(dask_scheduler.listeners) == 1:
+        await dask_scheduler.listen("tcp://127.0.0.1:0", **dask_scheduler.security.get_listen_args("scheduler"))
+    return str(dask_scheduler.listeners[-1].contact_address)
+
+
+def way_to_dask(scheduler: str | None) -> WorkerData:
+    way: WorkerData = current_rank().link.worker_data
+    return replace(way, scheduler=scheduler or way.scheduler)
+
+
+def client_in_rank(way: WorkerData) -> Client:
+    from distributed import Client
+
+    if (pid := os.getpid()) not in _clients:
+        security = pickle.loads(way.security)  # noqa: S301 - from our own worker
+        _clients[pid] = Client(way.scheduler, security=security, direct_to_workers=_reaches_workers(way), name="rank")
+    return _clients[pid]
+
+
+_clients: dict[int, Client] = {}
+"""By process ID, as forks of the rank, such as DataLoader workers, cannot use the rank's client."""
+
+
+def _reaches_workers(way: WorkerData) -> bool:
+    return not way.worker.startswith("inproc:")
+
+
+def _sizes_here(way: WorkerData, keys: Sequence[Key]) -> dict[Key, int]:
+    client = client_in_rank(way)
+    holders = client.sync(client.scheduler.who_has, keys=keys)
+    here = [key for key, addresses in holders.items() if way.worker in addresses]
+    sizes: dict[Key, int] = client.nbytes(here, summary=False)
+    return sizes
+
+
+def _fetch(way: WorkerData, key: Key) -> Any:
+    """Wait while Dask is computing a lost partition again.
+
+    Dask's `Future` would wait for ever for lost scattered or unpicklable partitions. Here they raise LookupError and
+    TypeError. OSError: the scheduler does not answer.
+    """
+    client = client_in_rank(way)
+    while not (found := client.sync(_find, client, key, _reaches_workers(way))):
+        _check_coming(key, client.sync(client.scheduler.get_task_status, keys=[key])[key])
+        time.sleep(POLL_INTERVAL)
+    return found.pop()
+
+
+async def _find(client: Client, key: Key, reaches_workers: bool) -> list[Any]:
+    from distributed.utils_comm import gather_from_workers
+
+    if not reaches_workers:
+        answer = await client.scheduler.gather(keys=[key])
+        return list(answer.get("data", {}).values())
+    holders = await client.scheduler.who_has(keys=[key])
+    data, _, failed, _ = await gather_from_workers(holders, client.rpc)
+    if failed:
+        raise TypeError(
+            f"partition {key!r} cannot be pickled by its worker, or cannot be unpickled in this rank. The logs of both "
+            "have the error. Let the Dask task return plain data, such as NumPy arrays or pandas data frames."
+        )
+    return list(data.values())
+
+
+def _check_coming(key: Key, state: str | None) -> None:
+    if state is None:
+        raise LookupError(
+            f"Dask no longer knows partition {key!r}. Likely causes: the partition was scattered data, which were lost "
+            "with their worker, or the driver closed its client or released the futures before the gang had ended. Let "
+            "Dask compute the data instead of scattering them, and keep client and futures until then."
+        )
+    if state == "erred":
+        raise LookupError(
+            f"partition {key!r} was lost with its worker, and Dask failed to compute it again. The workers' logs have "
+            "the cause. If workers were lost several times, raise Dask's distributed.scheduler.allowed-failures."
         )
 
 

@@ -1,6 +1,5 @@
 """Settings with which a rank starts, and its environment variables. Made by the driver, completed by the agent."""
 
-import importlib
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -68,15 +67,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerData:
-    address: str
-    token: bytes = field(repr=False)
-    """Sent first, as proof that the process is a rank beside this worker."""
-    guide: str
-    """Module with `enter`, which prepares a rank that imports Dask, and `worker_of`, which makes the worker's
-    stand-in."""
+    """Addresses and credentials of the agent's Dask worker, for a Dask client of the rank's own."""
 
-    def worker(self) -> Any:
-        return importlib.import_module(self.guide).worker_of(self)
+    worker: str
+    scheduler: str
+    security: bytes = field(repr=False)
+    """Pickled `Security`, which may hold TLS keys. Ranks that do not use Dask do not import it."""
 
 
 @dataclass(frozen=True, kw_only=True)

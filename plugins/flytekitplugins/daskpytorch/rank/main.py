@@ -12,11 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flytekitplugins.daskpytorch import context
@@ -26,7 +24,7 @@ from flytekitplugins.daskpytorch.protocol import messages, script
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
-from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, WorkerData, stacks_path
+from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, stacks_path
 from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, process_group, sources
 from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
@@ -69,9 +67,6 @@ def main(channel: Connection) -> int:
                 target=_obey, args=(channel, session, link), name="daskpytorch-orders", daemon=True
             ).start()
             debugger.watch_pdb(prompt)
-            if order.data is not None:
-                find_worker = functools.partial(_let_dask_find_worker, order.data)
-                libraries.after_import("distributed", "get_worker", find_worker)
             debugger.wait_for_editor(order, link.send)
             take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
             report = functools.partial(liveness.send_collectives, link)
@@ -215,10 +210,6 @@ def _settle_in(order: RankOrder) -> None:
     liveness.write_stacks_to(stacks_path(Path(order.scratch), order.place))
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
-
-
-def _let_dask_find_worker(way: WorkerData, distributed: ModuleType) -> None:
-    import_module(way.guide).enter(distributed, way)
 
 
 def _take_sound_device(order: RankOrder, check: GpuCheck) -> torch.device | None:

@@ -20,7 +20,12 @@ from dask.base import is_dask_collection
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems, require_extra, shown
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.data.partitions import DaskPartitions
+from flytekitplugins.daskpytorch.data.partitions import (
+    DaskPartitions,
+    address_for_ranks,
+    client_in_rank,
+    way_to_dask,
+)
 from flytekitplugins.daskpytorch.display.notebook import row_of
 from flytekitplugins.daskpytorch.display.training import fields_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
@@ -82,7 +87,7 @@ def train_all(
     check_function(train)
     check_arguments(train, None, None)
     by, name = columns_of(grouped) or [], uuid.uuid4().hex
-    each_key = EachKey(train, by, _parts_of(client, grouped, by, per_worker), name)
+    each_key = EachKey(train, by, _parts_of(client, grouped, by, per_worker), name, address_for_ranks(client))
     settings = replace(settings, ranks_per_worker=per_worker or "auto", hints=False)
     return KeyedModels(client, by, name, run(client, each_key, gang=settings))
 
@@ -106,14 +111,14 @@ def _parts_of(client: Client, grouped: Any, by: list[Any], per_worker: int | Non
 
 
 class EachKey:
-    def __init__(self, train: Callable[..., Any], by: list[Any], parts: Any, name: str) -> None:
-        self._train, self._by, self._parts, self._name = train, by, parts, name
+    def __init__(self, train: Callable[..., Any], by: list[Any], parts: Any, name: str, scheduler: str | None) -> None:
+        self._train, self._by, self._parts, self._name, self._scheduler = train, by, parts, name, scheduler
         self.__qualname__, self.__module__ = name_of(train), train.__module__  # the gang has the function's name
 
     def __call__(self) -> None:
         rank, by, parts = current_rank(), self._by, self._parts
         share = parts.share() if isinstance(parts, DaskPartitions) else parts[rank.rank :: rank.world_size]
-        results = _Results(rank.link.worker_data.worker().client, self._name)
+        results = _Results(client_in_rank(way_to_dask(self._scheduler)), self._name)
         for part in share:
             for key, rows in part.groupby(by if len(by) > 1 else by[0], observed=True):
                 if key not in results.done:
