@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from flytekit import Resources
 
@@ -22,7 +21,6 @@ from flytekitplugins.daskpytorch import (
     Keep,
     Profile,
     Scheduler,
-    Search,
     SpawnDDP,
     Wandb,
     WorkerGroup,
@@ -78,10 +76,6 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Profile, "steps", [(0, 1), (3, 2), (1,), 5, (1.0, 2)], "the first and the last step"),
     (Profile, "ranks", [(-1,), 0], "a tuple of ranks, counted from 0"),
     (Profile, "folder", ["nowhere://x"], "None, a folder or an fsspec URL"),
-    (Search, "study", ["rates"], "an optuna.Study"),
-    (Search, "suggest", [5], "a function that makes an experiment of a trial"),
-    (Search, "num_models", NOT_A_COUNT, A_COUNT),
-    (Search, "metric", ["", 5], "None or a metric's name"),
     (Wandb, "project", ["", " ", 5], "a project's name"),
     (Wandb, "entity", [b"me"], "None or a text"),
     (Wandb, "secret", ["key"], "None or a flytekit.Secret"),
@@ -103,7 +97,6 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
 NEEDED: dict[Any, dict[str, Any]] = {
     EarlyStopping: {"metric": "loss"},
     Profile: {"steps": (1, 2)},
-    Search: {"study": optuna.create_study(), "suggest": len, "num_models": 1},
     Wandb: {"project": "p"},
 }
 
@@ -234,7 +227,7 @@ def test_configs_are_frozen_and_take_keywords_only(kind: Any) -> None:
 
 # ---- Imports
 
-SLOW = {"torch", "distributed", "dask", "optuna", "flytekit", "wandb"}
+SLOW = {"torch", "distributed", "dask", "flytekit", "wandb"}
 """Imports that take long, for those who do not need them."""
 
 
@@ -311,7 +304,7 @@ def refusal_of(kind: Any, **values: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", [*TASKS, Gang, Keep, EarlyStopping, Profile, Search, Wandb])
+@pytest.mark.parametrize("kind", [*TASKS, Gang, Keep, EarlyStopping, Profile, Wandb])
 def test_any_value_is_refused_in_few_words_that_name_the_field_or_can_be_used(kind: Any) -> None:
     for name in kind.__dataclass_fields__:
         for value in ODD:

@@ -9,11 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import dask
-import optuna
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import EarlyStopping, Gang, Search, dispatch
+from flytekitplugins.daskpytorch import Gang, dispatch
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
@@ -152,7 +151,6 @@ def nothing() -> None:
     """A function without a parameter for an experiment."""
 
 
-SEARCH = Search(study=optuna.create_study(), suggest=len, num_models=1)
 RUN: list[tuple[dict[str, Any], str]] = [
     ({"client": "tcp://127.0.0.1:1"}, r"run\(client='tcp://127.0.0.1:1'\): must be (None or )?a distributed.Client"),
     ({"pytorch_function": 5}, r"run\(pytorch_function=5\): must be something that can be called"),
@@ -165,14 +163,9 @@ MAP: list[tuple[dict[str, Any], str]] = [
         ({"experiments": value}, r"map\(experiments=.*\): must be ")
         for value in ("abc", b"abc", {"a": 1}, {1}, 5, None)
     ),
-    ({"experiments": Search}, r"map\(experiments=.*\): must be "),
     ({"stop_early": "loss"}, r"map\(stop_early='loss'\): must be "),
     ({"wandb": "project"}, r"map\(wandb='project'\): must be "),
     ({"gang": Gang(workers=2)}, r"dispatch\.map\(gang\.workers=2\): must be left out; dispatch\.map"),
-    (
-        {"experiments": SEARCH, "stop_early": EarlyStopping(metric="loss")},
-        r"stop_early=.*must be None with a Search, whose study has a pruner",
-    ),
 ]
 NO_GANGS = [({"gang": gang}, r"\(gang=.*\): must be None or a Gang") for gang in ("gloo", {"a": 1}, 2, Gang, False)]
 

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import flytekitplugins.daskpytorch
-from flytekitplugins.daskpytorch import EarlyStopping, MLflow, OpenTelemetry, Picture, TensorBoard, Wandb, checks
+from flytekitplugins.daskpytorch import MLflow, OpenTelemetry, Picture, TensorBoard, Wandb, checks
 from flytekitplugins.daskpytorch.data import S3ImageFolder
 from pages import REPOSITORY
 
@@ -30,7 +30,6 @@ CONFIGURED: dict[str, Callable[[], Any]] = {
     "opentelemetry": OpenTelemetry,
     "pictures": lambda: Picture.of([[0.0]]),
     "s3": lambda: S3ImageFolder("s3://bucket/prefix"),
-    "sweep": lambda: EarlyStopping(metric="loss"),
     "tensorboard": lambda: TensorBoard(folder="f"),
     "transformers": lambda: import_module("flytekitplugins.daskpytorch.transformers"),
     "wandb": lambda: Wandb(project="p"),

@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, StoppedEarlyError, Wandb, current_rank, dispatch
-from flytekitplugins.daskpytorch.sweep.trials import Trials
+from flytekitplugins.daskpytorch.sweep.early_stopping import Rungs
 from processes import until
 from wandb_file import read_run
 
@@ -113,7 +113,7 @@ def test_who_ends_while_it_is_being_stopped_has_ended(client: Client, monkeypatc
         time.sleep(5.0)  # on the gang's own thread: its rank returns meanwhile
         return True
 
-    monkeypatch.setattr(Trials, "falls_behind", decide_slowly)
+    monkeypatch.setattr(Rungs, "falls_behind", decide_slowly)
     models = dispatch.map(client, follow, [plan(1.0), plan(2.0)], stop_early=HALVE)
     assert models.result() == [1.0, 2.0]
     assert dispatch.map(client, follow, [plan(3.0)] * 2).result() == [3.0, 3.0]  # the workers are free again

@@ -109,7 +109,7 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     vault.worker.close()
     fs, folder = fsspec.url_to_fs(f"{uri}/grid/7")
     assert sorted(name.rpartition("/")[2] for name in fs.find(folder)) == sorted(["begun.pkl", MANIFEST, file.name])
-    assert SweepStorage(uri, "grid").open(train, None)[7].records == RECORDS
+    assert SweepStorage(uri, "grid").open(train, [])[7].records == RECORDS
     (tmp_path / "disk").mkdir()
     vault = Vault(model.paths, Keep(), tmp_path / "disk")
     found = vault.restore()

@@ -215,7 +215,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "opentelemetry": ("opentelemetry.metrics",),
     "pictures": ("PIL",),
     "s3": ("botocore", "obstore", "PIL", "torchvision"),
-    "sweep": ("optuna", "pandas"),
+    "sweep": ("pandas",),
     "tensorboard": ("tensorboard",),
     "transformers": ("accelerate", "transformers"),
     "wandb": ("wandb", "PIL"),

@@ -29,7 +29,7 @@ from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, function_of, key_of
 from flytekitplugins.daskpytorch.protocol.script import as_script
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb, is_debugging
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, is_debugging
 from flytekitplugins.daskpytorch.task.config import rules_of_own_node
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 from flytekitplugins.daskpytorch.task.staying import StayingGang
@@ -201,7 +201,7 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
 def map(  # noqa: A001
     client: Client,
     pytorch_function: Callable[..., Any],
-    experiments: Iterable[Any] | Search,
+    experiments: Iterable[Any],
     *,
     workers: int | Callable[[Any], int] = 1,
     gang: Gang | None = None,
@@ -215,7 +215,7 @@ def map(  # noqa: A001
 def map(  # noqa: A001
     client: Client,
     pytorch_function: Callable[..., Any],
-    experiments: Iterable[Any] | Search | Grouped,
+    experiments: Iterable[Any] | Grouped,
     *,
     workers: int | Callable[[Any], int] = 1,
     models_per_worker: int | None = None,
@@ -235,9 +235,9 @@ def map(  # noqa: A001
             module.
         experiments: Experiments, one picklable argument of the function per model, in a fixed order. A model finds its
             checkpoints by its index, so the order must be equal in all attempts of a Flyte task. A set is therefore
-            refused. Each experiment is pickled when workers become free: do not change it before. A `Search` instead
-            lets an Optuna study suggest each experiment when workers become free. Or `frame.groupby("store")` of a Dask
-            or pandas frame: ranks of one gang call the function with a key and its rows.
+            refused. Each experiment is pickled when workers become free: do not change it before. Or
+            `frame.groupby("store")` of a Dask or pandas frame: ranks of one gang call the function with a key and its
+            rows.
         workers: Number of workers per experiment, or a function that returns the number for an experiment.
         models_per_worker: Ranks per worker, for a data frame. None: one per GPU, or one.
         gang: Settings of each gang. None: the defaults.
@@ -281,8 +281,6 @@ def map(  # noqa: A001
         {'lr': 0.3}
     """
     problems = Problems("dispatch.map", SimpleNamespace(**locals()), RULES_OF_MAP)
-    is_search = isinstance(experiments, Search)
-    problems.unless(not is_search or stop_early is None, "stop_early", "None with a Search, whose study has a pruner")
     if isinstance(gang, Gang):
         problems.check("gang.workers", checks.left_out("; dispatch.map(workers=...) is the number"))
         problems.check("gang.evaluate", checks.left_out("; evaluate a model in its own function, or after the sweep"))
@@ -298,8 +296,8 @@ def map(  # noqa: A001
     from flytekitplugins.daskpytorch.sweep.sweep import Sweep
 
     check_function(pytorch_function)
-    experiments = experiments if isinstance(experiments, Search) else list(cast("Iterable[Any]", experiments))
-    for experiment in [None] if isinstance(experiments, Search) else experiments:
+    experiments = list(cast("Iterable[Any]", experiments))
+    for experiment in experiments:
         check_arguments(pytorch_function, experiment)
     sweep = Sweep(
         cluster=DaskAgents(client),
@@ -349,11 +347,7 @@ def _is_grouped(experiments: object) -> bool:
 
 def _is_ordered(experiments: object) -> bool:
     is_other = isinstance(experiments, (str, bytes, Mapping, set, frozenset))
-    return (
-        isinstance(experiments, Search)
-        or _is_grouped(experiments)
-        or (isinstance(experiments, Iterable) and not is_other)
-    )
+    return _is_grouped(experiments) or (isinstance(experiments, Iterable) and not is_other)
 
 
 CLIENT = checks.must_be("a distributed.Client", lambda client: isinstance(client, Client))
@@ -369,7 +363,7 @@ RULES_OF_GANG = {
     "nproc": checks.optional(checks.auto_or(checks.COUNT)),
 }
 RULES_OF_MAP = RULES | {
-    "experiments": checks.must_be("a list or another iterable that has an order, or a Search", _is_ordered),
+    "experiments": checks.must_be("a list or another iterable that has an order", _is_ordered),
     "stop_early": checks.optional(checks.instance_of(EarlyStopping)),
     "wandb": checks.optional(checks.instance_of(Wandb)),
     "storage": checks.optional(

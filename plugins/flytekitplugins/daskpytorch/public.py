@@ -35,6 +35,5 @@ from flytekitplugins.daskpytorch.settings import Evaluate as Evaluate
 from flytekitplugins.daskpytorch.settings import Gang as Gang
 from flytekitplugins.daskpytorch.settings import Keep as Keep
 from flytekitplugins.daskpytorch.settings import Profile as Profile
-from flytekitplugins.daskpytorch.settings import Search as Search
 from flytekitplugins.daskpytorch.settings import Wandb as Wandb
 from flytekitplugins.daskpytorch.task.config import StrictInputs as StrictInputs

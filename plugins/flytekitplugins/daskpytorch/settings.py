@@ -15,10 +15,9 @@ from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import require_extra
 
 if TYPE_CHECKING:
-    import optuna
     from flytekit import Secret
 
-__all__ = ["EarlyStopping", "Evaluate", "Gang", "Keep", "Profile", "Search", "Wandb"]
+__all__ = ["EarlyStopping", "Evaluate", "Gang", "Keep", "Profile", "Wandb"]
 
 SCHEDULER_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 """Set by the Dask operator in the job-runner's pod."""
@@ -389,7 +388,6 @@ class EarlyStopping:
     there, only the best one goes on. Models do not wait for each other, so the first model at a rung always goes on.
 
     Raises:
-        ImportError: The extra `sweep` is not installed.
         ValueError: A field's value is invalid.
 
     Examples:
@@ -417,7 +415,6 @@ class EarlyStopping:
     """Number of epochs, from 1 up, that every model trains before its first comparison."""
 
     def __post_init__(self) -> None:
-        require_extra("sweep", "EarlyStopping(...)")
         rules = {
             "metric": NAME,
             "mode": checks.MODE,
@@ -427,56 +424,6 @@ class EarlyStopping:
         problems = checks.Problems("EarlyStopping", self, rules)
         checks.check_direction(problems, self.metric, self.mode)
         problems.raise_any()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """Experiments for `dispatch.map` that an Optuna study suggests, each as soon as workers are free.
-
-    The study's sampler knows the results of all models that have ended. The study's pruner, by default a
-    `MedianPruner`, stops models early. It sees rank 0's records with both `epoch` and the metric, the first of each
-    epoch.
-
-    Raises:
-        ValueError: A field's value is invalid.
-
-    Examples:
-        >>> import optuna
-        >>> from flytekitplugins.daskpytorch import Search, dispatch
-        >>> def suggest(trial: optuna.Trial) -> float:
-        ...     return trial.suggest_float("rate", 0.01, 1.0, log=True)
-        >>> def train(rate: float) -> float:
-        ...     return (rate - 0.3) ** 2  # stands for a held-out loss
-        >>> study = optuna.create_study(direction="minimize")
-        >>> models = dispatch.map(client, train, Search(study=study, suggest=suggest, num_models=4))
-        >>> min(models.result()) == study.best_value
-        True
-    """
-
-    study: optuna.Study
-    """Study from `optuna.create_study`. Each trial gets the index of its model as `user_attrs["model"]`."""
-    suggest: Callable[[optuna.Trial], Any]
-    """Function that returns a trial's experiment, by calls such as `trial.suggest_float`.
-
-    Called only in the process that calls `dispatch.map`.
-    """
-    num_models: int
-    """Number of models to train, and so of trials in the study, from 1 up."""
-    metric: str | None = None
-    """Metric whose newest value, as logged by rank 0, is the result of a finished model.
-
-    None: rank 0's return value is the result, a number, or several for a study with several directions, and no model is
-    stopped early.
-    """
-
-    def __post_init__(self) -> None:
-        rules = {
-            "study": checks.must_be("an optuna.Study", lambda study: hasattr(study, "ask") and hasattr(study, "tell")),
-            "suggest": checks.must_be("a function that makes an experiment of a trial", callable),
-            "num_models": checks.COUNT,
-            "metric": checks.optional(NAME),
-        }
-        checks.Problems("Search", self, rules).raise_any()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,15 +43,11 @@ LOOK_INTERVAL = 0.5
 
 
 def train_all(sweep: Sweep) -> ModelFutures:
-    known, storage = sweep.known, sweep.storage
-    for index, experiment in enumerate(known or ()):
-        sweep.size(index, experiment)  # sizes are checked before experiments are pickled
-    kept = storage.open(sweep.function, known) if storage is not None else {}
-    models = [sweep.model(index, kept.get(index)) for index in range(sweep.num_models)]
-    for model in models:
-        if not sweep.is_over(model) and (known is not None or model.kept is not None):
-            sweep.prepare(model, model.experiment)
-    suffixes = [f"-{index}" for index in range(sweep.num_models)]
+    storage = sweep.storage
+    sizes = [sweep.size(*each) for each in enumerate(sweep.experiments)]  # checked before experiments are pickled
+    kept = storage.open(sweep.function, sweep.experiments) if storage is not None else {}
+    models = [sweep.model(index, size, kept.get(index)) for index, size in enumerate(sizes)]
+    suffixes = [f"-{index}" for index in range(len(models))]
     sweep.keys = keys.take(sweep.function, sweep.settings.key, suffixes, sweep.execution.task)
     futures = ModelFutures(sweep, models)
     if is_notebook():
@@ -201,7 +197,8 @@ class ModelFutures(Futures[ModelFuture]):
 
     def _restore(self, model: Model) -> None:
         if (kept := model.kept) is not None:
-            self._sweep.recall(model)
+            if (rungs := self._sweep.rungs) is not None:
+                rungs.watch(model.index, lambda _: None, kept.records).take_before()
             model.state.cut(kept.records)
             model.future.set_running_or_notify_cancel()
             model.settle(kept.result, kept.stopped)
@@ -222,33 +219,14 @@ class ModelFutures(Futures[ModelFuture]):
         while self._waiting:
             with self._changed:
                 self._start_what_fits()
-            self._ask_for_more()
             with self._changed:
                 self._changed.wait(max(0.0, look_at - time.monotonic()))
             if time.monotonic() >= look_at:
                 self._look()
                 look_at = time.monotonic() + LOOK_INTERVAL
 
-    def _ask_for_more(self) -> None:
-        """Start each model before the next is asked for, since a suggestion depends on all earlier ones."""
-        while (model := self._next_unknown()) is not None:
-            self._sweep.ask(model)  # may take long
-            with self._changed:
-                model.future.experiment = model.experiment
-                if model in self._waiting:
-                    self._start_what_fits()
-                else:
-                    self._sweep.tell(model, CancelledError("cancelled"))
-
-    def _next_unknown(self) -> Model | None:
-        with self._changed:
-            is_busy = self._preempted is not None or self._allotment.num_free == 0
-            if is_busy or any(model.num_workers for model in self._waiting):
-                return None
-            return next(iter(self._waiting), None)
-
     def _start_what_fits(self) -> None:
-        for model in [model for model in self._waiting if model.num_workers and self._preempted is None]:
+        for model in [model for model in self._waiting if self._preempted is None]:
             if self._allotment.num_free == 0:
                 return
             if (workers := self._allotment.acquire(model, model.num_workers)) is not None:
@@ -288,12 +266,12 @@ class ModelFutures(Futures[ModelFuture]):
                 self._give_up(self._waiting, WorkerLostError(text))
 
     def _give_up_the_too_large(self) -> None:
-        too_large = [model for model in self._waiting if max(1, model.num_workers) > len(self._allotment.workers)]
+        too_large = [model for model in self._waiting if model.num_workers > len(self._allotment.workers)]
         now = time.monotonic()
         if not too_large:
             self._enough_at = now
         elif now - self._enough_at >= self._sweep.settings.start_timeout:
-            wanted, there = max(1, *(model.num_workers for model in too_large)), len(self._allotment.workers)
+            wanted, there = max(model.num_workers for model in too_large), len(self._allotment.workers)
             text = f"{there} workers are left for a model that takes {wanted}, and no others came within "
             text += f"{self._sweep.settings.start_timeout:g} s. Start more, or raise Gang(start_timeout=...)"
             self._give_up(too_large, GangStartError(text))
@@ -327,7 +305,7 @@ class ModelFutures(Futures[ModelFuture]):
             model.settle(result, error)
 
     def _note_end(self, model: Model, error: BaseException | None, result: Any) -> None:
-        self._sweep.tell(model, error, result)  # before the study suggests another experiment
+        self._sweep.tell(model, error)
         with self._changed:
             self._allotment.release(model)
             self._changed.notify_all()

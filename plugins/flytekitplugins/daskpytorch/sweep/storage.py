@@ -43,8 +43,6 @@ class KeptModel:
     has_ended: bool = False
     result: Any = None
     stopped: StoppedEarlyError | None = None
-    trial: Any = None
-    """Optuna's trial, as of the last write to storage. None for an experiment from a list."""
 
 
 class SweepStorage:
@@ -55,10 +53,10 @@ class SweepStorage:
         self.files = Files(current_execution().filesystem(folder))
         self.folder = self.files.path(folder)
 
-    def open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, KeptModel]:
+    def open(self, function: Callable[..., Any], experiments: Sequence[Any]) -> dict[int, KeptModel]:
         """Return the models' stored states by index. In a new folder, write `call.pkl`.
 
-        Stored experiments must equal `experiments`, unless that is None. Raises `ValueError` if the folder belongs to
+        Stored experiments must equal `experiments`. Raises `ValueError` if the folder belongs to
         another call or a file cannot be unpickled, and `OSError` if storage fails or another user owns or can write to
         a file.
         """
@@ -68,13 +66,13 @@ class SweepStorage:
         except OSError as error:
             raise unusable("dispatch.map(storage=...)", self.folder, error) from error
 
-    def _open(self, function: Callable[..., Any], experiments: Sequence[Any] | None) -> dict[int, KeptModel]:
+    def _open(self, function: Callable[..., Any], experiments: Sequence[Any]) -> dict[int, KeptModel]:
         there = self.files.below(self.folder)
         found = self._read_all(sorted(path for path in there if path.rpartition("/")[2] in (CALL, BEGUN, OUTCOME)))
         kept = dict(_kept(found))
         mine = _described(function)
         was, is_ = found.get(CALL) or mine, mine
-        for index, experiment in enumerate(experiments or ()):
+        for index, experiment in enumerate(experiments):
             if index in kept:
                 was, is_ = was | _inputs(index, kept[index].experiment), is_ | _inputs(index, experiment)
         if differences := list(_differences(was, is_)):

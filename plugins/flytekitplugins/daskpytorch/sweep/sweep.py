@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from rich.console import Console
 
@@ -34,7 +34,7 @@ from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, request_for
 from flytekitplugins.daskpytorch.driver.storage import storage_of
-from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.errors import GangStartError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.code import Code, pack_code
@@ -42,16 +42,16 @@ from flytekitplugins.daskpytorch.protocol.function import name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.journal import End
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Search, Wandb
+from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
+from flytekitplugins.daskpytorch.sweep.early_stopping import Rungs
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
-from flytekitplugins.daskpytorch.sweep.trials import Trials
 
 
 @dataclass(eq=False, kw_only=True)
 class Sweep:
     cluster: DaskAgents
     function: Callable[..., Any]
-    experiments: Sequence[Any] | Search
+    experiments: Sequence[Any]
     workers: int | Callable[[Any], int]
     settings: Gang
     stop_early: EarlyStopping | None
@@ -63,39 +63,25 @@ class Sweep:
     """Execution of the thread that calls `dispatch.map`. Other threads may have none."""
     code: Code = field(default_factory=pack_code)
     runs: RunSettings | None = field(init=False)
-    trials: Trials | None = field(init=False)
+    rungs: Rungs | None = field(init=False)
 
     def __post_init__(self) -> None:
-        asked = self.experiments if isinstance(self.experiments, Search) else self.stop_early
-        self.trials = Trials(asked, self.num_models) if asked is not None else None
-        self.board = SweepDisplay(self.num_models, is_quiet=is_notebook())
+        num_models = len(self.experiments)
+        self.rungs = Rungs(self.stop_early, num_models) if self.stop_early is not None else None
+        self.board = SweepDisplay(num_models, is_quiet=is_notebook())
         name, execution = name_of(self.function), self.execution.name
         wandb = self.wandb
         self.runs = None if wandb is None else wandb_run.sweep_settings(wandb, function=name, execution=execution)
         self.settings = replace(self.settings, ranks_per_worker=self.cluster.ranks_per_worker(self.settings))
 
-    @property
-    def known(self) -> Sequence[Any] | None:
-        return None if isinstance(self.experiments, Search) else self.experiments
-
-    @property
-    def num_models(self) -> int:
-        return self.experiments.num_models if isinstance(self.experiments, Search) else len(self.experiments)
-
-    def model(self, index: int, kept: KeptModel | None) -> Model:
-        experiment = self.known[index] if self.known is not None else kept and kept.experiment
-        model = Model(index=index, experiment=experiment, line=self.board.line(index, experiment), kept=kept)
+    def model(self, index: int, num_workers: int, kept: KeptModel | None) -> Model:
+        experiment = self.experiments[index]
+        line = self.board.line(index, experiment)
+        model = Model(index=index, experiment=experiment, num_workers=num_workers, line=line, kept=kept)
         if self.storage is not None:
             model.storage = self.storage.model(index, lambda: self._about(model))
-        if self.trials is not None and self.trials.suggests and kept is not None:
-            if kept.trial is None:
-                raise ValueError(
-                    f"dispatch.map(storage=...): the stored experiment {index} came from a list, and this call is a "
-                    "search, whose study suggests the experiments. Give this call another name=..., or delete the "
-                    "stored folder of this name."
-                )
-            if not self.is_over(model):
-                self.trials.resume(index, kept.trial)
+        if not self.is_over(model):
+            pack_call(self.function, (experiment,), {}, [])  # without a copy of large arrays
         return model
 
     def size(self, index: int, experiment: Any) -> int:
@@ -113,17 +99,6 @@ class Sweep:
             )
         return size
 
-    def ask(self, model: Model) -> None:
-        """Get a model's experiment from the Optuna study, and prepare its training.
-
-        Any error of the study or of the user's function is raised.
-        """
-        experiment = cast("Trials", self.trials).ask(model.index)
-        model.line = self.board.line(model.index, experiment)
-        self.prepare(model, experiment)
-        if model.storage is not None:
-            self.note_progress(model, model.storage)
-
     def note_progress(self, model: Model, storage: ModelStorage) -> None:
         try:
             storage.note_progress()
@@ -132,11 +107,6 @@ class Sweep:
                 f"the model's records could not be kept in {storage.folder} ({type(error).__name__}: {error}); the "
                 "next checkpoint tries again"
             )
-
-    def prepare(self, model: Model, experiment: Any) -> None:
-        model.experiment = experiment
-        model.num_workers = self.size(model.index, experiment)
-        pack_call(self.function, (experiment,), {}, [])  # without a copy of large arrays
 
     def request(self, model: Model) -> Request:
         """Return the request for a model's gang.
@@ -160,44 +130,30 @@ class Sweep:
 
     def observers(self, model: Model, asked: Sequence[Observer]) -> list[Observer]:
         observers: list[Observer] = [model.line]
-        if self.trials is not None:
+        if self.rungs is not None:
             before = model.kept.records if model.kept is not None else ()
-            observers.append(self.trials.watch(model.index, model.line.note, before))
+            observers.append(self.rungs.watch(model.index, model.line.note, before))
         return watched(model.state, [*observers, *journal_in(None), *asked])
 
     def is_over(self, model: Model) -> bool:
         """Return True if an earlier call with the same storage has completed the model.
 
-        An early stopped model counts as incomplete in a call without early stopping and search.
+        An early stopped model counts as incomplete in a call without early stopping.
         """
         kept = model.kept
-        return kept is not None and kept.has_ended and (kept.stopped is None or self.trials is not None)
+        return kept is not None and kept.has_ended and (kept.stopped is None or self.rungs is not None)
 
-    def recall(self, model: Model) -> None:
-        if model.kept is not None and self.trials is not None:
-            self.trials.recall(model.index, model.kept)
-
-    def tell(self, model: Model, error: BaseException | None, result: Any = None) -> None:
-        """Report a model's end to the display and the study. A failure of the study is noted, but not raised."""
+    def tell(self, model: Model, error: BaseException | None) -> None:
         self.board.count(model.index, error)
-        try:
-            if self.trials is not None:
-                self.trials.tell(model.index, error, result, model.state.values.metrics)
-        except BaseException as failure:  # a study's storage may raise anything, and the model keeps its result
-            model.line.note(
-                f"the study could not record how the model ended ({type(failure).__name__}: {failure}). The model "
-                "keeps its result, but the study does not learn from it"
-            )
+        if self.rungs is not None and error is not None and not isinstance(error, StoppedEarlyError):
+            self.rungs.withdraw(model.index)
 
     @cached_property
     def _group(self) -> str:
         return training.group_of(self.keys[0].removesuffix("-0"), self.execution)
 
     def _about(self, model: Model) -> dict[str, Any]:
-        about = {"experiment": model.experiment, "records": list(model.state.records)}
-        if self.trials is None or not self.trials.suggests:
-            return about
-        return {**about, "trial": self.trials.trial(model.index)}
+        return {"experiment": model.experiment, "records": list(model.state.records)}
 
 
 def _fit(settings: Gang, num_workers: int) -> Gang:
@@ -235,7 +191,7 @@ class ModelFuture(Logged, GangFuture):
         self.index = index
         """Index of the experiment, from 0."""
         self.experiment = experiment
-        """Argument of the training function. None in a search until the study suggests an experiment."""
+        """Argument of the training function."""
         self._run_state = state
         self._cancel = cancel
 
@@ -261,8 +217,8 @@ class Model:
     index: int
     line: View
     kept: KeptModel | None = None
-    experiment: Any = None
-    num_workers: int = 0
+    experiment: Any
+    num_workers: int
     storage: ModelStorage | None = None
     state: RunState = field(init=False)
     future: ModelFuture = field(init=False)

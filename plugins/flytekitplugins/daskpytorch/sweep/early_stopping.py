@@ -1,0 +1,133 @@
+"""Early stopping of a sweep's models, by asynchronous successive halving. Runs in the driver.
+
+Each gang has a judge, which runs on the thread of the gang's supervisor.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from flytekitplugins.daskpytorch.checks import direction_of
+from flytekitplugins.daskpytorch.display.run_state import RunState, View
+from flytekitplugins.daskpytorch.errors import StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.records import LogRecord
+from flytekitplugins.daskpytorch.settings import EarlyStopping
+
+MAX_NAMES = 20
+
+
+class Rungs:
+    """Values of all models at each rung, and their comparison."""
+
+    def __init__(self, settings: EarlyStopping, num_models: int) -> None:
+        self.settings = settings
+        self.num_models = num_models
+        self.mode = settings.mode or direction_of(settings.metric)
+        self.is_metric_known = False
+        self._lock = threading.Lock()
+        self._values: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        """By rung and model. Low values are good."""
+        self._num_passed: Counter[int] = Counter()
+        """Number of rungs that each model has reached."""
+
+    def watch(self, index: int, say: Callable[[str], None], before: Sequence[LogRecord] = ()) -> Judge:
+        """Return the observer of one model's gang, whose `on_log` raises `StoppedEarlyError` to stop the model.
+
+        If the gang resumes, the earlier call's records `before` up to the checkpoint's step are reported first.
+        """
+        return Judge(self, index, say, before)
+
+    def falls_behind(self, index: int, epoch: int, value: float) -> bool:
+        settings = self.settings
+        with self._lock:
+            while epoch >= settings.grace_period * settings.reduction_factor ** self._num_passed[index]:
+                if math.isnan(value):
+                    return True
+                rung = self._values[self._num_passed[index]]
+                rung[index] = value if self.mode == "min" else -value
+                self._num_passed[index] += 1
+                num_best = max(1, len(rung) // settings.reduction_factor)
+                if rung[index] > sorted(rung.values())[num_best - 1]:
+                    return True
+        return False
+
+    def withdraw(self, index: int) -> None:
+        """Remove the values of a model that failed or was cancelled."""
+        with self._lock:
+            for rung in self._values.values():
+                rung.pop(index, None)
+
+    def claim_notice(self) -> bool:
+        with self._lock:
+            is_first, self.is_metric_known = not self.is_metric_known, True
+            return is_first
+
+    def why(self, value: float) -> str:
+        if math.isnan(value):
+            return "which is not a number"
+        best = f"among the best 1/{self.settings.reduction_factor} ({self.mode})"
+        return f"which is not {best} of what models had there"
+
+
+@dataclass(eq=False)
+class Judge(View):
+    _rungs: Rungs
+    _index: int
+    _say: Callable[[str], None]
+    _before: Sequence[LogRecord]
+    _last_epoch: int = -1
+    _is_stopped: bool = False
+    state: RunState = field(default_factory=RunState)
+
+    def on_event(self, event: journal.Event) -> None:
+        if isinstance(event, journal.Resumed):
+            self.take_before(event.step)
+        super().on_event(event)
+
+    def take_before(self, step: float = math.inf) -> None:
+        """Report an earlier call's records up to `step`. Their values do not stop the model again."""
+        for record in self._before:
+            if record.step <= step:
+                self._falls_behind(record)
+
+    def on_log(self, record: LogRecord) -> None:
+        if record.rank != 0 or self._is_stopped or not self._falls_behind(record) or _is_last(record):
+            return
+        self._is_stopped = True
+        rungs, metric = self._rungs, self._rungs.settings.metric
+        epoch, value = record.epoch or 0, record.numbers[metric]
+        raise StoppedEarlyError(
+            f"experiment {self._index} of {rungs.num_models} was stopped early, after epoch {epoch}: its {metric} was "
+            f"{value:g}, {rungs.why(value)}",
+            epoch=epoch,
+            metric=metric,
+            value=value,
+        )
+
+    def on_end(self, error: Exception | None) -> None:
+        if error is not None or not self._rungs.claim_notice():
+            return
+        names = ", ".join(sorted(self.state.values.metrics)[:MAX_NAMES]) or "nothing"
+        self._say(
+            f"early stopping: no record so far had both 'epoch' and {self._rungs.settings.metric!r} as numbers, so no "
+            f"model can be stopped; logged were: {names}. Log both in one record at the end of each epoch"
+        )
+
+    def _falls_behind(self, record: LogRecord) -> bool:
+        epoch, value = record.epoch, record.numbers.get(self._rungs.settings.metric)
+        if epoch is None or epoch < 0 or value is None:
+            return False
+        self._rungs.is_metric_known = True
+        if epoch <= self._last_epoch:  # a restarted gang logs earlier epochs again
+            return False
+        self._last_epoch = epoch
+        return self._rungs.falls_behind(self._index, epoch, value)
+
+
+def _is_last(record: LogRecord) -> bool:
+    return record.num_steps is not None and record.step + 1 >= record.num_steps
