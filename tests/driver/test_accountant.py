@@ -350,7 +350,8 @@ def test_a_line_names_the_share_of_the_steps_and_all_that_took_time() -> None:
     assert str(Goodput(total=2.0, stepping=2.0)) == "goodput 100 %: 2.0 s of 2.0 s stepping"
     assert str(Goodput(total=2.0, stepping=2.0, cost=39.361)).endswith("of 2.0 s stepping; cost 39.36")
     assert Goodput().share == 0.0
-    names = ["total", "starting", "preparing", "stepping", "data", "evaluation", "saving", "waiting", "lost"]
+    names = ["total", "starting", "preparing", "stepping", "data", "compiling"]
+    names += ["evaluation", "saving", "waiting", "lost"]
     assert list(Goodput().as_dict()) == names
 
 

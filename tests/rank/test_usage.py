@@ -212,3 +212,19 @@ def test_of_a_gpu_it_reads_off_what_there_is_to_know(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     read = Gauge(0, ledger, 2, "1").read()
     assert (read.gpu_memory, read.gpu_utilization) == expected
+
+
+def test_a_compilation_has_seconds_of_its_own() -> None:
+    ledger = Ledger()
+    model = torch.compile(torch.nn.Linear(2, 1), backend="eager")
+    with usage.watched(ledger):
+        ledger.step()
+        model(torch.ones(1, 2))
+        first = ledger.seconds()
+        model(torch.ones(1, 2))
+        ledger.step()
+        with ledger.spending("evaluation"):
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    seconds = ledger.seconds()
+    assert 0 < seconds["compiling"] == first["compiling"]
+    assert min(seconds["stepping"], seconds["evaluation"]) > 0

@@ -267,6 +267,8 @@ class Goodput:
     """Seconds in steps whose work was kept, or is not yet lost."""
     data: float = 0.0
     """Seconds waiting for a data loader."""
+    compiling: float = 0.0
+    """Seconds in compilations of `torch.compile`, those of the backward pass on a GPU excepted."""
     evaluation: float = 0.0
     """Seconds in `RankContext.evaluating`, and in the validation of Lightning and Transformers."""
     saving: float = 0.0
@@ -332,7 +334,7 @@ class RankUsage:
     """Number of optimizer steps in this attempt so far."""
     seconds: Mapping[str, float]
     """Seconds of the main thread in this attempt since the ranks met, by field of `Goodput`: `preparing`, `stepping`,
-    `data`, `evaluation`, `saving`, `waiting`."""
+    `data`, `compiling`, `evaluation`, `saving`, `waiting`."""
     cpu: float
     """Processor cores that the rank's process keeps busy, on average since the rank's previous report."""
     memory: int

@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.messages import Noted
 from flytekitplugins.daskpytorch.rank import own_gpu
+from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.records import RankUsage
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Ledger:
     def begin(self) -> None:
         self._owner = threading.get_ident()
         self.num_steps = 0
-        parts = ("preparing", "stepping", "data", "evaluation", "saving", "waiting", "open")
+        parts = ("preparing", "stepping", "data", "compiling", "evaluation", "saving", "waiting", "open")
         self._page = _Page("open", self._clock(), dict.fromkeys(parts, 0.0), has_begun=False)
 
     def step(self) -> None:
@@ -84,6 +85,14 @@ class Ledger:
             yield
         finally:
             self._turn_to("open", ends_step=part == "data" and not self._page.has_begun)
+
+    def begin_compiling(self) -> None:
+        if self._is_open():
+            self._turn_to("compiling")
+
+    def end_compiling(self) -> None:
+        if self._page.part == "compiling" and threading.get_ident() == self._owner:
+            self._turn_to("open")
 
     def seconds(self) -> dict[str, float]:
         page = self._page
@@ -120,11 +129,17 @@ def watched(ledger: Ledger) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with optional("Counting the waits for batches"):
             stack.enter_context(_counted_batches(ledger))
+        after_import("torch._dynamo.callback", "on_compile_start", functools.partial(_count_compilations, ledger))
         with optional("Counting the optimizers' steps"):
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             stack.callback(register_optimizer_step_post_hook(lambda *_: ledger.step()).remove)
         yield
+
+
+def _count_compilations(ledger: Ledger, callback: Any) -> None:
+    callback.on_compile_start(lambda *_: ledger.begin_compiling())  # without an argument before torch 2.8
+    callback.on_compile_end(lambda *_: ledger.end_compiling())
 
 
 @contextlib.contextmanager
