@@ -100,6 +100,7 @@ def test_what_killed_processes_have_left_goes_with_the_first_folder_of_the_next(
 
 def folders_after_another(temporary: Path) -> list[str]:
     """Return the folders of other processes that remain after a new process has made its first folder."""
+    scratch.remove_abandoned.cache_clear()
     scratch.remove_abandoned(str(temporary))
     return sorted(path.name.split("-")[1] for path in temporary.iterdir() if scratch.NAME.fullmatch(path.name))
 

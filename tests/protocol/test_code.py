@@ -313,21 +313,3 @@ def test_function_that_cannot_be_pickled_is_named() -> None:
 
     with pytest.raises(TypeError, match="locked cannot be sent to the ranks, because the function itself cannot be"):
         pack_call(locked, (1,), {})
-
-
-def test_files_that_change_after_their_first_look_are_found_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("daskpytorch_early", "daskpytorch_late"):
-        (tmp_path / f"{name}.py").write_text("x = 1\n")
-    importlib.import_module("daskpytorch_early")
-    files = project_module.SourceFiles()
-    assert not files.take_new()
-    importlib.import_module("daskpytorch_late")
-    assert files.take_new()
-    assert files.changed() == []
-    for name in ("daskpytorch_early", "daskpytorch_late"):
-        (tmp_path / f"{name}.py").write_text("x = 1 + 1\n")
-    assert files.changed() == [tmp_path / "daskpytorch_early.py", tmp_path / "daskpytorch_late.py"]
-    assert files.changed() == []

@@ -52,6 +52,7 @@ def fabric() -> Any:
 MADE_IN_DRIVER = {
     "Accelerator": accelerator,
     "AcceleratorState": lambda: accelerator().state,
+    "PartialState": lambda: pytest.importorskip("accelerate").PartialState(cpu=True),
     "DataLoaderShard": lambda: accelerator().prepare(DataLoader(range(8))),  # type: ignore[arg-type]
     "DeviceMesh": lambda: init_device_mesh("cpu", (1,)),
     "DistributedDataParallel": lambda: DistributedDataParallel(Linear(2, 2)),

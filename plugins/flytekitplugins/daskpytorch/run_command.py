@@ -28,16 +28,7 @@ from flytekitplugins.daskpytorch.task import process
 if TYPE_CHECKING:
     from distributed import Client
 
-WITHOUT_MEANING = (
-    *("--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr"),
-    *("--master-port", "--local-addr", "--monitor-interval", "--start-method", "--role", "--redirects", "-r", "--tee"),
-    *("-t", "--local-ranks-filter", "--event-log-handler", "--logs-specs", "--numa-binding", "--signals-to-handle"),
-    *("--shutdown-timeout", "--log-line-prefix-template", "--duplicate-stdout-filters", "--duplicate-stderr-filters"),
-)
-FLAGS_WITHOUT_MEANING = ("--standalone", "--run-path")
-IGNORED = f"{__name__}.ignored"
-LOST_OUTPUT = 120
-"""Python's own exit code if it cannot write its output."""
+WITHOUT_MEANING = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port")
 COUNT = click.IntRange(min=1)
 SOURCE = f"--scheduler or {SCHEDULER_VARIABLE}: without them, this machine is meant"
 
@@ -63,16 +54,15 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _note_without_meaning(context: click.Context, option: click.Parameter, value: object) -> None:
+def _note_without_meaning(_: click.Context, option: click.Parameter, value: object) -> None:
     if value:
-        context.meta.setdefault(IGNORED, []).append(option.opts[0])
+        say(f"torchrun's option {option.opts[0]} has no effect here. `daskpytorch run --help` lists those with one")
 
 
 def _accepting_torchruns(command: click.Command) -> click.Command:
-    for name in (*WITHOUT_MEANING, *FLAGS_WITHOUT_MEANING):
-        is_flag = name in FLAGS_WITHOUT_MEANING
-        option = click.Option([name], hidden=True, expose_value=False, is_flag=is_flag, callback=_note_without_meaning)
-        command.params.append(option)
+    about: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": _note_without_meaning}
+    options = [click.Option([f"--{name}"], **about) for name in WITHOUT_MEANING]
+    command.params += [*options, click.Option(["--standalone"], is_flag=True, **about)]
     return command
 
 
@@ -114,22 +104,10 @@ def _setting(name: str, words: str, metavar: str | None = None, *, type: Any = N
     help="number of the Dask workers to take (default: all). Without --scheduler: workers of a Dask cluster that the "
     "command starts on this node",
 )
-@_setting(
-    "min_workers",
-    "number of workers with which the gang starts, or restarts after losing workers (default: all)",
-    "N",
-    type=COUNT,
-)
-@_setting(
-    "backend",
-    "backend of the process group. auto: nccl if each rank has a GPU, else gloo",
-    type=click.Choice(["auto", "gloo", "nccl"]),
-)
 @click.option(
     "--virtual-local-rank", is_flag=True, help="each rank sees only its own GPU, as device 0, and LOCAL_RANK is 0"
 )
 @_setting("max_restarts", "restarts of a failed gang", "N")
-@_setting("start_timeout", "timeout for workers and ranks to start", "SECONDS")
 @_setting(
     "hang_timeout", "time without signs of life after which the gang ends", "auto|none|SECONDS", type=_hang_timeout
 )
@@ -175,11 +153,8 @@ def run(
 
     If a rank fails, all ranks start again from the newest checkpoint that the program saved by
     current_rank().checkpoint. The exit code is that of the rank that failed. Exit code 2: an option or the program
-    cannot be used. 120: the output cannot be written. 130: Ctrl-C. 143: SIGTERM.
+    cannot be used. 130: Ctrl-C. 143: SIGTERM.
     """
-    if ignored := click.get_current_context().meta.get(IGNORED):
-        text = f"these of torchrun's options have no effect: {', '.join(ignored)}"
-        say(f"{text}. `daskpytorch run --help` lists those with one")
     if arguments[:1] == ("--",):  # torchrun drops a first --, too
         arguments = arguments[1:]
     try:
@@ -229,9 +204,6 @@ def _run(client: Client | None, script: Script, gang: Gang, deck: str | None) ->
     finally:
         if deck is not None:
             say(f"the page of the training: {futures.report(deck)}")
-    if error is None and Board.output is not None and Board.output.error is not None:
-        click.echo(f"daskpytorch run: the ranks' output could not be written: {Board.output.error}", err=True)
-        return LOST_OUTPUT
     if error is None:
         return 0
     print(error.__cause__ if isinstance(error.__cause__, GangError) else error, file=sys.stderr)
@@ -262,8 +234,5 @@ def _client_of(scheduler: str | None, workers: int | None, gang: Gang) -> Iterat
             cluster.greet(scheduler, min(cluster.CONNECT_TIMEOUT, gang.start_timeout))
         except OSError as error:
             raise GangStartError(f"no Dask scheduler answers at {scheduler} ({SOURCE}): {error}") from error
-    least = gang.min_workers or workers or 1
-    with cluster.opened(
-        num_workers=workers or least, min_workers=least, start_timeout=gang.start_timeout, source=SOURCE
-    ) as client:
+    with cluster.opened(num_workers=workers or 1, start_timeout=gang.start_timeout, source=SOURCE) as client:
         yield client

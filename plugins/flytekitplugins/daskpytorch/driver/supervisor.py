@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.driver.storage import claimed, start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangCancelledError, PreemptedError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.process.system import allow_connections, check_system
+from flytekitplugins.daskpytorch.process.system import MAX_FILES, allow_files, check_system
 from flytekitplugins.daskpytorch.protocol import host, journal, messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
@@ -208,7 +208,7 @@ class Supervisor:
 
     def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> Assembled:
         request, launcher = self._request, self._launcher
-        allow_connections(launcher.num_wanted)
+        allow_files(MAX_FILES)
         token = os.urandom(32)
         serve = functools.partial(self._serve_file, committer.vault)
         listener = Listener(launcher.host, token, self._calls, serve)

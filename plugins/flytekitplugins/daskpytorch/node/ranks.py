@@ -38,7 +38,6 @@ class LogFiles:
         self._folder = folder
         self._tell = tell
         self._worker = Worker(name="logs")
-        self._files: dict[Path, int] = {}
         self._has_failed = False
 
     def copies(self, attempt: int, rank: int) -> list[Copy]:
@@ -50,7 +49,6 @@ class LogFiles:
         return "" if self._has_failed else str(self._of_rank(attempt, rank))
 
     def close(self) -> None:
-        self._submit(self._close_files)
         self._worker.flush(CLOSE_TIMEOUT)
 
     def _of_rank(self, attempt: int, rank: int) -> Path:
@@ -59,25 +57,18 @@ class LogFiles:
     def _write(self, file: Path, data: bytes) -> None:
         if len(self._worker.jobs()) >= MAX_WAITING:
             self._fail(TOO_SLOW)
-        if not self._has_failed:
-            self._submit(functools.partial(self._append, file, data))
-
-    def _submit(self, work: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
         try:
-            self._worker.submit(work, self._give_up)
+            self._worker.submit(functools.partial(self._append, file, data), self._give_up)
         except RuntimeError as error:  # the process can start no thread, which must not end the agent
             self._fail(str(error))
 
     def _append(self, file: Path, data: bytes) -> None:
-        if self._has_failed:
-            return
-        if file not in self._files:
+        if not self._has_failed:
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._files[file] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        if not data:
-            os.close(self._files.pop(file))
-        while data:
-            data = data[os.write(self._files[file], data) :]
+            with file.open("ab") as opened:
+                opened.write(data)
 
     def _give_up(self, error: Exception, *_: float) -> bool:
         self._fail(str(error))
@@ -87,17 +78,10 @@ class LogFiles:
         if self._has_failed:
             return
         self._has_failed = True
-        self._submit(self._close_files)
         self._tell(
             f"Gang(log_dir=...): the log files in {self._folder} on {os.uname().nodename} end here: {reason}. The "
             "training goes on, and the driver's log has all output. Check the disk's space and the folder's owner"
         )
-
-    def _close_files(self) -> None:
-        while self._files:
-            _, descriptor = self._files.popitem()
-            with contextlib.suppress(OSError):  # NFS may report a full disk only here
-                os.close(descriptor)
 
 
 # ---- Log files

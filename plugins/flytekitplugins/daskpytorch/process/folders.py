@@ -34,7 +34,7 @@ NAME = re.compile(rf"daskpytorch-(?:[a-z]+-)?{MACHINE}[0-9a-f]{{16}}")
 def scratch_folder(prefix: str) -> Iterator[Path]:
     """Make an empty folder in the system's temporary folder, and remove it at the end of the context."""
     place = tempfile.gettempdir()
-    _tidy(place)
+    remove_abandoned(place)
     folder = Path(place, f"{prefix}{MACHINE}{secrets.token_hex(8)}")
     unseen = folder.with_name(f".{folder.name}")  # hidden until the lock is held
     unseen.mkdir(mode=0o700)
@@ -49,11 +49,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         os.close(lock)
 
 
-@functools.cache
-def _tidy(place: str) -> None:
-    remove_abandoned(place)
-
-
+@functools.cache  # once a process
 def remove_abandoned(place: str) -> None:
     for entry in os.scandir(place):
         if NAME.fullmatch(entry.name):

@@ -55,19 +55,15 @@ class Screen:
 
     def __init__(self, *, is_output: bool = False) -> None:
         self._is_output = is_output
-        self.error: OSError | None = None
-        """By which text was lost, such as a full disk, but not if a reader has left, as after `| head`."""
         self._file: IO[str] | None = sys.stdout if is_output else sys.stderr
         file = self._file
         if is_output and isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
             file.reconfigure(errors="backslashreplace")  # as Python sets up standard error
 
     def write(self, text: str) -> int:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             if self._file is not None:
                 self._file.write(text)
-        except (OSError, ValueError) as error:
-            self._note(error)
         return len(text)
 
     def flush(self) -> None:
@@ -77,12 +73,8 @@ class Screen:
         except BrokenPipeError:
             if self._is_output:  # as after `| head`: Python would write the rest at its exit, and complain
                 _drop_output()
-        except (OSError, ValueError) as error:
-            self._note(error)
-
-    def _note(self, error: Exception) -> None:
-        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-            self.error = error
+        except (OSError, ValueError):
+            return
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)

@@ -16,9 +16,7 @@ import psutil
 from flytekitplugins.daskpytorch.errors import GangStartError
 
 MAX_FILES = 1 << 16
-"""Open files that a driver requests at least, enough for many gangs. Many systems begin with 1,024."""
-OTHERS = 256
-"""Open files of a driver beside its agents' connections: libraries, storage, checkpoints, user code."""
+"""Open files that a driver requests. Many systems begin with 1,024."""
 
 _logger = logging.getLogger(__name__)
 
@@ -74,17 +72,6 @@ def allow_files(wanted: int) -> int:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed
-
-
-def allow_connections(num_agents: int) -> None:
-    needed = num_agents + OTHERS
-    if (allowed := allow_files(max(MAX_FILES, needed))) < needed:
-        raise GangStartError(
-            f"this process may have {allowed:,} files open (`ulimit -Hn`), and a gang on {num_agents:,} workers needs "
-            f"{needed:,}: a connection for each of them, and {OTHERS} for all else. Raise the hard limit where the "
-            "driver runs (LimitNOFILE= of the container runtime's service, `nofile` in limits.conf), or have fewer "
-            "workers with more ranks each: Gang(ranks_per_worker=...)."
-        )
 
 
 def path_here() -> list[str]:

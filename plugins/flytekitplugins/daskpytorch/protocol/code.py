@@ -235,27 +235,6 @@ class Project:
         return [str(root) for root in roots]
 
 
-class SourceFiles:
-    def __init__(self) -> None:
-        self._num_modules = 0
-        self._states: dict[Path, tuple[int, ...] | None] = {}
-        self.take_new()
-
-    def take_new(self) -> bool:
-        if len(sys.modules) == self._num_modules:
-            return False
-        self._num_modules, main = len(sys.modules), sys.modules["__main__"]
-        places = map(_place_in_project, (each for each in _modules_not_installed() if each is not main))
-        new = {root / relative for root, relative in filter(None, places)} - self._states.keys()
-        self._states |= {path: state_of(path) for path in new}
-        return bool(new)
-
-    def changed(self) -> list[Path]:
-        found = {path: state for path, known in self._states.items() if (state := state_of(path)) != known}
-        self._states |= found
-        return sorted(found)
-
-
 def _modules_not_installed() -> Iterator[ModuleType]:
     for module in list(sys.modules.values()):
         file = attributes_of(module).get("__file__")

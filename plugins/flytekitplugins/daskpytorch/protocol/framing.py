@@ -176,16 +176,11 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
         _exchange_proofs(connection, token)
     except (EOFError, OSError) as error:
         connection.close()
-        seconds = time.monotonic() - begun_at
-        match error:
-            case ConnectionRefusedError():
-                raise ConnectionRefusedError("the process there does not know the gang's token") from error
-            case TimeoutError():
-                raise ConnectionRefusedError(
-                    f"the process there did not prove within {seconds:.0f} s that it is the gang's driver"
-                ) from error
+        if isinstance(error, (ConnectionRefusedError, TimeoutError)):
+            raise ConnectionRefusedError("the process there did not prove that it is the gang's driver") from error
         raise ConnectionAbortedError(
-            f"the process there hung up after {seconds:.1f} s, without a proof that it is the gang's driver"
+            f"the process there hung up after {time.monotonic() - begun_at:.1f} s, without a proof that it is the "
+            "gang's driver"
         ) from error
     return connection
 

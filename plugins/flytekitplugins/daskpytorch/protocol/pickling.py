@@ -33,6 +33,7 @@ REFUSED = {
     ("accelerate.data_loader", "DataLoaderDispatcher"),
     ("accelerate.data_loader", "DataLoaderShard"),
     ("accelerate.state", "AcceleratorState"),
+    ("accelerate.state", "PartialState"),
     ("lightning.fabric.fabric", "Fabric"),
     ("lightning_fabric.fabric", "Fabric"),
     ("torch.distributed.device_mesh", "DeviceMesh"),
@@ -203,10 +204,6 @@ def _reduce_rank(_: Any) -> Reduced:
     return _current_rank, ()
 
 
-def _reduce_partial_state(value: Any) -> Reduced:
-    return _partial_state, (type(value), vars(value).get("_cpu", False))
-
-
 def _reduce_training_arguments(value: Any) -> Reduced:
     def is_cached(name: str) -> bool:  # the prefix is that of transformers 4, whose cached properties differ
         return name.startswith("__cached_") or isinstance(getattr(type(value), name, None), functools.cached_property)
@@ -220,7 +217,6 @@ def _reduce_sampler(value: Any) -> Reduced:
 
 
 _REDUCERS: dict[tuple[str, str], Callable[[Any], Reduced]] = dict.fromkeys(REFUSED, _reduce_refused) | {
-    ("accelerate.state", "PartialState"): _reduce_partial_state,
     ("flytekitplugins.daskpytorch.context", "RankContext"): _reduce_rank,
     ("torch.utils.data.distributed", "DistributedSampler"): _reduce_sampler,
     ("transformers.training_args", "TrainingArguments"): _reduce_training_arguments,
@@ -244,10 +240,6 @@ def _current_rank() -> Any:
     from flytekitplugins.daskpytorch.context import current_rank
 
     return current_rank()
-
-
-def _partial_state(cls: Any, cpu: bool) -> Any:
-    return cls(cpu=cpu)
 
 
 def _training_arguments(cls: Any, kept: dict[str, Any]) -> Any:

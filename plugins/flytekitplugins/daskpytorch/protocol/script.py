@@ -1,7 +1,6 @@
 """Scripts and modules that ranks run as `torchrun` runs them. The driver finds a program, and each rank runs it."""
 
 import contextlib
-import errno
 import importlib.util
 import os
 import sys
@@ -9,8 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from importlib.abc import InspectLoader
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -64,40 +62,20 @@ def script_of(path: str | os.PathLike[str], *args: object) -> Script:
 
 
 def module_of(name: str, *args: object) -> Script:
-    """Return the module that `python -m name` would run, without an import.
+    """Return the module that `python -m name` would run. The packages that contain it are imported.
 
-    ModuleNotFoundError or SyntaxError: it cannot.
+    ModuleNotFoundError or SyntaxError: it cannot run.
     """
     importlib.invalidate_caches()  # the module's file may be new
-    sys.path.insert(0, str(Path.cwd()))
-    try:  # until the last search: the folders of a namespace package follow `sys.path`
-        specs = _specs_of(name)
+    sys.path.insert(0, here := str(Path.cwd()))
+    try:
+        spec = _spec_of(name)
     finally:
-        sys.path.pop(0)
-    file = Path(specs[-1].origin or "").absolute() if specs[-1] is not None else None
-    if file is None or file.suffix != ".py" or not file.is_file():
-        where = f"in {Path.cwd()} or on sys.path. Check the name, install the module, or give the path of a script"
-        raise ModuleNotFoundError(f"no module {name!r} that can be run, {where}", name=name)
+        sys.path.remove(here)
+    file = Path(spec.origin or "").absolute()
     _check(file)
-    root = file.parents[len(specs) - 1]
+    root = file.parents[spec.name.count(".")]
     return Script(given=name, is_module=True, args=tuple(map(str, args)), file=str(file), folder=str(root))
-
-
-def _specs_of(name: str) -> list[ModuleSpec | None]:
-    top, *inner = name.split(".")
-    specs = [importlib.util.find_spec(top)]
-    for part in inner:
-        if specs[-1] is not None:
-            specs.append(_part_of(specs[-1], part))
-    if specs[-1] is not None and specs[-1].submodule_search_locations is not None:
-        specs.append(_part_of(specs[-1], "__main__"))
-    return specs
-
-
-def _part_of(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    if package.submodule_search_locations is None:
-        return None
-    return PathFinder.find_spec(name, package.submodule_search_locations)
 
 
 def as_script(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -211,19 +189,25 @@ def finished() -> contextlib.AbstractContextManager[None]:
 
 def _run_module(name: str, args: Sequence[object], folder: str) -> None:
     def load() -> tuple[CodeType, ModuleType]:
+        spec = _spec_of(name)
+        loader: Any = spec.loader
+        main = ModuleType("__main__")
+        main.__spec__, main.__package__, main.__loader__, main.__file__ = spec, spec.parent, loader, spec.origin
+        sys.argv[0] = spec.origin or name
+        return loader.get_code(spec.name), main
+
+    _run(load, [name, *args], folder)
+
+
+def _spec_of(name: str) -> ModuleSpec:
+    with contextlib.suppress(ModuleNotFoundError):  # of a package above
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
-        code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
-        if spec is None or code is None:
-            where = f"in {Path.cwd()} or on sys.path. Check the name and the working folder"
-            raise ModuleNotFoundError(f"no module {name!r} that can be run, {where}", name=name)
-        main = ModuleType("__main__")
-        main.__spec__, main.__package__, main.__loader__, main.__file__ = spec, spec.parent, spec.loader, spec.origin
-        sys.argv[0] = spec.origin or name
-        return code, main
-
-    _run(load, [name, *args], folder)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            return spec
+    where = f"in {Path.cwd()} or on sys.path. Check the name and the working folder"
+    raise ModuleNotFoundError(f"no module {name!r} that can be run, {where}", name=name)
 
 
 def _run(load: Callable[[], tuple[CodeType, ModuleType]], argv: Sequence[object], folder: str) -> None:
@@ -275,19 +259,7 @@ def _found(path: Path) -> Path:
 
 
 def _compiled(file: Path, shown_as: str) -> CodeType:
-    try:
-        return compile(file.read_bytes(), shown_as, "exec", dont_inherit=True)
-    except FileNotFoundError as error:
-        where = f"no script at this path (working folder: {Path.cwd()})"
-        raise FileNotFoundError(errno.ENOENT, where, str(file)) from error
-    except IsADirectoryError as error:
-        told = "a folder instead of a script: give the path of a file"
-        raise IsADirectoryError(errno.EISDIR, told, str(file)) from error
-    except (SyntaxError, ValueError) as error:
-        if getattr(error, "filename", None) is not None:
-            raise
-        told = "no Python source: zip archives and .pyc files are not run, give the path of a .py file"
-        raise SyntaxError(told, (str(file), 1, 0, "")) from error  # a file with null bytes
+    return compile(file.read_bytes(), shown_as, "exec", dont_inherit=True)
 
 
 @contextlib.contextmanager

@@ -56,20 +56,11 @@ def _renew_packages(folder: Path) -> None:
 
 
 def explain(error: BaseException, sources: Sources) -> None:
-    if not sources.originals or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
-        return
-    folder, path = Path(sources.folders[0]), Path(os.path.abspath(error.filename))
-    if path.is_relative_to(folder):
+    if sources.originals and isinstance(error, FileNotFoundError):
         error.add_note(
-            "The sources on this rank's host are copies of those on the driver's. Up to "
-            f"{MAX_DATA_BYTES >> 20} MiB of files beside the code travel, the smallest first, except what git ignores. "
-            "Pass the file as an argument, by storage, or in the image."
-        )
-    else:
-        error.add_note(
-            f"{path} is not on this rank's host, {socket.gethostname()}, which has copies of the driver's sources, in "
-            f"{folder}, and nothing else of its files. Import a script as a module instead of running it by its "
-            "path, or put the file into the image or into storage that all hosts reach."
+            f"This rank's host, {socket.gethostname()}, has a copy of the driver's sources in {sources.folders[0]}, "
+            f"with up to {MAX_DATA_BYTES >> 20} MiB of files beside the code, the smallest first. "
+            "The driver's other files are not there: pass them as arguments, by storage, or in the image."
         )
 
 

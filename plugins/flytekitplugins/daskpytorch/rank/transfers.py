@@ -65,9 +65,9 @@ class Transfers:
         path = self._scratch / file.name
         if path.exists() and digest_of(path) == file.digest:
             return path
-        seen = _state_of(path)
+        seen = state_of(path)
         with self._once_a_node():
-            if _state_of(path) == seen:  # else another rank has downloaded it
+            if state_of(path) == seen:  # else another rank has downloaded it
                 self._download(file.name, path, file.size, f"the checkpoint of step {file.step}", file.digest)
         return path
 
@@ -110,10 +110,6 @@ class Transfers:
             yield
         finally:
             os.close(lock)
-
-
-def _state_of(path: Path) -> tuple[int, ...] | None:
-    return state_of(path) if path.exists() else None
 
 
 def _check(connection: Connection) -> None:

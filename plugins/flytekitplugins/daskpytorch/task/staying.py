@@ -10,12 +10,14 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
@@ -23,10 +25,11 @@ from flytekitplugins.daskpytorch.driver.futures import TURN, GangFuture, GangFut
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
+from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.code import SourceFiles, pack_code
+from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, kept_value, name_of
 from flytekitplugins.daskpytorch.protocol.messages import Forget
@@ -155,7 +158,8 @@ class StayingGang:
         self._calls = pending.calls
         self._numbers = itertools.count(1)
         self._settings = request.settings
-        self._sources = SourceFiles()
+        self._code = pack_code()
+        self._num_modules = len(sys.modules)
         asked = replace(request, calls=pending.calls, observers=[*request.observers, pending])
         self._supervisor = run.supervised(asked, launcher)
         self._shown = run.shown
@@ -304,13 +308,18 @@ class StayingGang:
         return futures
 
     def _new_code(self) -> Code | None:
-        changed = self._sources.changed() if is_interactive() else []  # a script is not edited while it runs
+        files = self._code.originals.values() if is_interactive() else ()  # a script is not edited while it runs
+        changed = [path for path, state in files if state_of(Path(path)) != state]
         for path in changed:
             say(
-                f"{path} has changed since the ranks have imported it, and they keep the old code. Begin a new gang, "
+                f"{path} has changed, and ranks that have imported it keep the old code. Begin a new gang, "
                 "or have the ranks reload the module: gang.call(importlib.reload, module)"
             )
-        return pack_code() if self._sources.take_new() or changed else None
+        known, self._num_modules = self._num_modules, len(sys.modules)
+        if not changed and known == self._num_modules:
+            return None
+        self._code = pack_code()
+        return self._code
 
     def _error_if_over(self) -> GangError:
         error = self._pending.end
