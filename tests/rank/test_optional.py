@@ -58,7 +58,7 @@ def test_rank_trains_where_torchs_loader_cannot_be_watched(monkeypatch: pytest.M
 def test_rank_trains_where_its_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.001)
     said: list[object] = []
-    with usage.Gauge(0, usage.Ledger(), 0).reporting(1, said.append):
+    with usage.Gauge(0, usage.Ledger()).reporting(1, said.append):
         while not said:
             pass
         monkeypatch.setattr(psutil, "Process", fails)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -151,7 +150,7 @@ def test_torch_makes_the_entries_by_itself_and_no_more_once_it_is_over(ledger: L
 
 
 def test_a_gauge_reads_off_what_this_process_uses(ledger: Ledger) -> None:
-    gauge = Gauge(3, ledger, 0)
+    gauge = Gauge(3, ledger)
     while gauge.read().cpu == 0:
         pass
     read = gauge.read()
@@ -163,7 +162,7 @@ def test_a_gauge_reads_off_what_this_process_uses(ledger: Ledger) -> None:
 def test_the_last_that_a_gauge_says_is_of_all_steps(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.001)
     said: queue.SimpleQueue[RankUsage] = queue.SimpleQueue()
-    with Gauge(0, ledger, 0).reporting(2, said.put):
+    with Gauge(0, ledger).reporting(2, said.put):
         said.get()
         ledger.num_steps = 7
     *_, last = [said.get() for _ in range(said.qsize())]
@@ -183,19 +182,19 @@ def test_a_gauge_that_hangs_does_not_keep_its_rank(ledger: Ledger, monkeypatch: 
         hangs.set()
         may_go_on.wait()
 
-    with Gauge(0, ledger, 0).reporting(2, send):
+    with Gauge(0, ledger).reporting(2, send):
         hangs.wait()
     assert said.qsize() == 1
     may_go_on.set()
 
 
 @pytest.mark.parametrize(
-    ("answers", "by_cuda", "expected"),
+    ("answers", "expected"),
     [
-        ({"used": 50, "total": 80, "busy": 25}, AssertionError("CUDA was asked, although NVML answers"), (50, 0.25)),
-        ({"used": 50, "total": 80}, AssertionError("CUDA was asked, although NVML answers"), (50, None)),
-        ({}, (30, 80), (50, None)),
-        ({"code": 15}, RuntimeError("CUDA error: an illegal memory access"), (None, None)),
+        ({"used": 50, "total": 80, "busy": 25}, (50, 0.25)),
+        ({"used": 50, "total": 80}, (50, None)),
+        ({}, (None, None)),
+        ({"code": 15}, (None, None)),
     ],
 )
 def test_of_a_gpu_it_reads_off_what_there_is_to_know(
@@ -203,14 +202,12 @@ def test_of_a_gpu_it_reads_off_what_there_is_to_know(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     answers: dict[str, int],
-    by_cuda: Any,
     expected: tuple[Any, Any],
 ) -> None:
     """Torch and NVML are simulated."""
     fake_gpus.install(tmp_path, monkeypatch, {"GPU-1": answers})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", mock.Mock(side_effect=[by_cuda]))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    read = Gauge(0, ledger, 2, "1").read()
+    read = Gauge(0, ledger, "1").read()
     assert (read.gpu_memory, read.gpu_utilization) == expected
 
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,6 @@ AMD_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DE
 """Each hides GPUs from a process. HIP, for which torch's names say CUDA, reads the third where the first is missing."""
 LOOK_TIMEOUT = 60.0
 """Seconds to import torch and count the GPUs. A broken GPU driver may never answer."""
-DRIVER_TIMEOUT = 10.0
 QUESTION = """
 import json, torch
 found, problem = [], ""
@@ -153,7 +152,7 @@ class _LookError(Exception):
 @functools.cache  # the cache keeps no failure, as a GPU driver may recover
 def _look() -> FoundGpus:
     """Count GPUs in a separate process, since this process and the fork server must not touch CUDA."""
-    exitcode, said = _ask([sys.executable, "-P", "-c", QUESTION], LOOK_TIMEOUT)
+    exitcode, said = _ask_torch()
     if exitcode is None:
         raise _LookError(
             f"torch did not count the GPUs within {LOOK_TIMEOUT:g} s; the GPU driver may hang: does nvidia-smi answer?"
@@ -175,7 +174,7 @@ def _look() -> FoundGpus:
 
 
 def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
-    """Return this node's GPUs. GangStartError, with the output of torch and nvidia-smi: fewer than were asked for.
+    """Return this node's GPUs. GangStartError, with the output of torch: fewer than were asked for.
 
     A longer list in `NVIDIA_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES` counts instead of the limit `num_gpus`.
     """
@@ -198,8 +197,7 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
     raise GangStartError(
         f"GPUs are missing on host {socket.gethostname()} (worker {worker}): {by} ask{'s' * (by != 'the limits')} for "
         f"{wanted}, {len(found.names)} found{_in_words(found.names)}. {problem[0].upper()}{problem[1:]}. "
-        f"{_driver_says()} {variables}. Another attempt may get another node. "
-        "Drain this one if nvidia-smi fails there.",
+        f"{variables}. Another attempt may get another node. Drain this one if nvidia-smi fails there.",
         worker=worker,
         host=socket.gethostname(),
     )
@@ -236,16 +234,6 @@ def _in_words(gpus: dict[str, str]) -> str:
     return f" ({', '.join(f'GPU {gpu}: {name}' for gpu, name in gpus.items())})" if gpus else ""
 
 
-def _driver_says() -> str:
-    try:
-        exitcode, said = _ask(["nvidia-smi", "-L"], DRIVER_TIMEOUT)
-    except OSError as error:
-        return f"nvidia-smi cannot be run ({error})."
-    if exitcode is None:
-        return f"nvidia-smi did not answer within {DRIVER_TIMEOUT:g} s."
-    return f"nvidia-smi says (exit code {exitcode}): {said[-1000:] or 'nothing'}."
-
-
 def _listed(variable: str) -> list[str]:
     listed: list[str] = []
     for gpu in map(str.strip, os.environ.get(variable, "").split(",")):
@@ -255,13 +243,13 @@ def _listed(variable: str) -> list[str]:
     return listed
 
 
-def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+def _ask_torch() -> tuple[int | None, str]:
     """Return exit code and output, standard error first, or (None, "") after a timeout.
 
     A process that hangs in a GPU driver cannot be killed, so this function waits at most 1 s more for its end.
     """
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-P", "-c", QUESTION],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -270,7 +258,7 @@ def _ask(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=seconds)
+        output, errors = process.communicate(timeout=LOOK_TIMEOUT)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -50,7 +50,7 @@ class Prompt:
         self._terminal: PseudoTerminal | None = None
         self.is_call_ending = False
         """The driver ends the present call of a gang that stays: prompts end within a second."""
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.failure: Failure | None = None
         self._describe()
 
@@ -78,13 +78,8 @@ class Prompt:
         """Call `interact` with the pseudo-terminal as standard input, output and error.
 
         `interact` returns True if the next prompt follows soon. Raises `KeyboardInterrupt` if the driver ends the call,
-        `NoDebuggerError` in a forked process, or if no terminal was attached in time.
+        `NoDebuggerError` if no terminal was attached in time.
         """
-        if os.getpid() != self._pid:
-            raise NoDebuggerError(
-                f"a debugger was called for in a process that rank {self.rank} has started, as a DataLoader's worker: "
-                "no terminal reaches it. Load in the rank itself, with num_workers=0."
-            )
         terminal = self._terminal = self._terminal or PseudoTerminal(self)
         self._describe(where)
         # Nobody may sit at the driver's terminal when a rank fails.
@@ -103,15 +98,14 @@ class Prompt:
             self._send(messages.Debugged(steps=steps))
 
     def _describe(self, prompt: str = "") -> None:
-        RankFile(gang=self._gang, rank=self.rank, pid=self._pid, prompt=prompt).write(self.folder)
+        RankFile(gang=self._gang, rank=self.rank, pid=self.pid, prompt=prompt).write(self.folder)
 
     def _no_debugger(self, where: str) -> NoDebuggerError:
         return NoDebuggerError(
             f"rank {self.rank} {where}, and for {self.timeout:g} s (Gang(attach_timeout=...)) no terminal was "
             f"attached to its debugger, as by `daskpytorch attach {self.rank}` on its machine, {os.uname().nodename}. "
-            f"Or start the run in a terminal of that machine; or with {DEBUG_VARIABLE}=1, which trains in one rank in "
-            f"the calling process; or with {PORTS_VARIABLE}={self.rank}:5678, with which this rank waits at that port "
-            "of its host for an editor to attach. PYTHONBREAKPOINT=0 passes breakpoint() over."
+            f"Or run in a terminal of that machine, or with {DEBUG_VARIABLE}=1 in the calling process, or with an "
+            f"editor and {PORTS_VARIABLE}={self.rank}:5678. PYTHONBREAKPOINT=0 passes breakpoint() over."
         )
 
 
@@ -124,6 +118,9 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
 
     @functools.wraps(usual)
     def interaction(self: Any, frame: Any, *args: Any, **kwargs: Any) -> None:
+        if os.getpid() != prompt.pid:  # a loader's worker, which has no terminal: pdb quits
+            usual(self, frame, *args, **kwargs)
+            return
         if self.prompt == "(Pdb) ":
             self.prompt = f"(Pdb rank {prompt.rank}) "
         self.nosigint = True  # the terminal handles Ctrl-C
@@ -154,12 +151,6 @@ def _is_stepping(debugger: Any) -> bool:
 def explain(error: BaseException, rank: int) -> None:
     if isinstance(error, bdb.BdbQuit) and not error.args:
         error.args = (f"rank {rank} was quit in its debugger, and all others with it",)
-    if isinstance(error, (bdb.BdbQuit, NoDebuggerError)):
-        here = error.__traceback__
-        while here is not None and here.tb_next is not None:
-            if here.tb_next.tb_frame.f_code.co_filename == bdb.__file__:
-                here.tb_next = None
-            here = here.tb_next
 
 
 def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:

@@ -67,7 +67,7 @@ class Session:
         link.send(messages.Ready())
         link.ledger.begin()
         place = order.place
-        gauge = Gauge(place.rank, link.ledger, place.device_index or 0, place.gpu_uuid)
+        gauge = Gauge(place.rank, link.ledger, place.gpu_uuid)
         with usage.profiled(order.job.settings.profile, place.rank, Path(order.scratch), link.submit, link.note):
             with usage.watched(link.ledger), gauge.reporting(place.world_size, link.send):
                 yield

@@ -160,17 +160,16 @@ def _counted_batches(ledger: Ledger) -> Iterator[None]:
 
 
 class Gauge:
-    def __init__(self, rank: int, ledger: Ledger, gpu: int, gpu_uuid: str = "") -> None:
+    def __init__(self, rank: int, ledger: Ledger, gpu_uuid: str = "") -> None:
         self._rank = rank
         self._ledger = ledger
-        self._gpu = gpu
         self._gpu_uuid = gpu_uuid
         self._read_at, self._used = time.monotonic(), time.process_time()
 
     def read(self) -> RankUsage:
         before, self._read_at = self._read_at, time.monotonic()
         used_before, self._used = self._used, time.process_time()
-        memory, utilization = _of_gpu(self._gpu, self._gpu_uuid)
+        memory, utilization = _of_gpu(self._gpu_uuid)
         return RankUsage(
             rank=self._rank,
             time=time.time(),
@@ -212,24 +211,13 @@ class Gauge:
         thread.join(END_TIMEOUT)  # NVML hangs with some broken GPUs
 
 
-def _of_gpu(index: int, uuid: str) -> tuple[int | None, float | None]:
+def _of_gpu(uuid: str) -> tuple[int | None, float | None]:
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None, None
-    # NVML first: many calls of CUDA spoil another thread's capture of a CUDA graph.
-    used, utilization = own_gpu.usage(uuid) if uuid else (None, None)
-    return _used_by_cuda(index) if used is None else used, utilization
-
-
-def _used_by_cuda(index: int) -> int | None:
-    import torch
-
-    try:
-        free, total = torch.cuda.mem_get_info(index)
-    except RuntimeError:  # the GPU has failed, and the rank will report the failure
-        return None
-    return total - free
+    # NVML, as many calls of CUDA spoil another thread's capture of a CUDA graph.
+    return own_gpu.usage(uuid) if uuid else (None, None)
 
 
 # ---- Hints

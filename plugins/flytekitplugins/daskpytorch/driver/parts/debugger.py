@@ -100,9 +100,8 @@ class Debugger(Part):
 
     def _tell_user(self, rank: int, prompt: Debugged) -> None:
         places = self._attempt.places
-        num_gpus = sum(place.gpu is not None for place, _ in places.values())
-        held = f"{len(places)} ranks" + (f" and {num_gpus} GPUs" if num_gpus else "")
         self._observers.note(
             f"rank {rank} ({places[rank][1].host}) {prompt.state}, and waits up to {self._attach_timeout:g} s for a "
-            f"terminal. The gang holds its {held} meanwhile. Attach on that machine by: daskpytorch attach {rank}"
+            f"terminal. The gang holds its {len(places)} ranks meanwhile. "
+            f"Attach on that machine by: daskpytorch attach {rank}"
         )

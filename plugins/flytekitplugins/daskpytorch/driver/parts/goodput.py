@@ -183,15 +183,10 @@ class Accounting(Part):
         self._waiting: list[tuple[Peer, int]] = []
 
     def enter(self, stage: Stage) -> None:
-        is_first = self._state.number == 0
-        if stage == "gathering":
-            self.accountant.enter("starting" if is_first else "waiting")
-        elif stage == "starting":
+        if stage == "starting" or (stage == "gathering" and self._state.number == 0):
             self.accountant.enter("starting")
-        elif stage == "training":
-            self.accountant.enter("training")
         else:
-            self.accountant.enter("waiting")
+            self.accountant.enter("training" if stage == "training" else "waiting")
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         if isinstance(report, Ask):
