@@ -74,9 +74,6 @@ class Calls(Run):
         names = [name for name in record.metrics if name.startswith(("usage/", "goodput/"))]
         self.calls.append(f"log {record.step} {sorted(names) if names else dict(record.metrics)}")
 
-    def note(self, text: str) -> None:
-        self.calls.append(f"note {text}")
-
     def close(self, state: State, reason: str | None) -> None:
         self.calls.append(f"close {state} {reason}")
 

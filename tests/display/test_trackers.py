@@ -2,18 +2,17 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from PIL import Image
 from tensorboard.plugins.hparams import plugin_data_pb2
 from werkzeug.serving import BaseWSGIServer, make_server
 
 from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
-from flytekitplugins.daskpytorch.display import mlflow as mlflow_run
 from flytekitplugins.daskpytorch.display import tracker
 from flytekitplugins.daskpytorch.display import training as trainings
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
@@ -117,22 +116,19 @@ def session(folder: Path, part: str) -> Any:
     return getattr(plugin_data_pb2.HParamsPluginData.FromString(content), f"session_{part}_info")
 
 
-def test_event_files_have_numbers_texts_notes_hyperparameters_and_the_end(tmp_path: Path) -> None:
+def test_event_files_have_numbers_texts_and_hyperparameters(tmp_path: Path) -> None:
     observer = begun(board(tmp_path))
     To(observer).logged(record(0, loss=3.0, note="slow"))
     To(observer).logged(record(7, loss=1.5, epoch=1, odd=object()))
-    To(observer).noted("train: rank 1 goes on")
     To(observer).ended(None)
     folder = tmp_path / "train-f3a-n0"
     assert observer.places() == {"TensorBoard": str(folder)}
     assert scalars(folder) == [(0, 3.0), (7, 1.5)]
     assert scalars(folder, "epoch") == [(7, 1.0)]
     assert texts(folder, "note") == [(0, "slow")]
-    assert texts(folder, "notes") == [(0, "train: rank 1 goes on")]
     given = {name: value.string_value or value.number_value for name, value in session(folder, "start").hparams.items()}
     gang = {"gang/world_size": 2, "gang/num_workers": 1, "gang/backend": "gloo", "gang/hosts": "h", "gang/gpus": 0}
     assert given == {"lr": 0.25, "data": "s3://names", **gang}
-    assert session(folder, "end").status == 1  # success
 
 
 def told_of_its_machine(make: Make) -> None:
@@ -167,21 +163,20 @@ def test_event_files_have_histograms_and_pictures(tmp_path: Path) -> None:
     To(observer).ended(None)
     found = events(tmp_path / "train-f3a-n0")
     [image] = found.Images("sample")
-    assert (image.step, image.width, image.height, image.encoded_image_string) == (3, 3, 2, PICTURE.png)
+    assert (image.step, image.width, image.height) == (3, 3, 2)
     [histogram] = found.Histograms("weights")
     value = histogram.histogram_value
     assert (histogram.step, value.min, value.max, value.num, value.bucket[0]) == (3, 0.0, 1.0, 3.0, 2.0)
     assert (len(value.bucket), value.bucket_limit[-1]) == (64, 1.0)
 
 
-def test_event_files_say_that_a_training_failed_and_why_and_an_attempt_that_begins_anew_hides_its_points(
+def test_event_files_say_why_a_training_failed_and_an_attempt_that_begins_anew_hides_its_points(
     tmp_path: Path,
 ) -> None:
     failed = begun(board(tmp_path, name="mine"))
     losses(failed, range(3), 1.0)
     To(failed).ended(GangError("rank 1 failed"))
-    assert session(tmp_path / "mine", "end").status == 2  # failure
-    assert texts(tmp_path / "mine", "notes") == [(0, "GangError: rank 1 failed")]
+    assert texts(tmp_path / "mine", "reason") == [(0, "GangError: rank 1 failed")]
     again = begun(board(tmp_path, name="mine"))
     losses(again, range(3), 2.0)
     To(again).ended(None)
@@ -196,17 +191,13 @@ def test_event_files_go_to_storage(tmp_path: Path) -> None:
     assert scalars(tmp_path / "kept/train-f3a-n0") == [(0, 1.0), (1, 1.0), (2, 1.0)]
 
 
-def test_storage_that_takes_nothing_costs_a_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tracker, "STALL", 0.2)
+def test_storage_that_takes_nothing_costs_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     observer = begun(board(f"file://{tmp_path}/file/below"))
     losses(observer, range(3), 1.0)
     To(observer).ended(None)
     said = capsys.readouterr().err
-    assert f"TensorBoard: file://{tmp_path}/file/below/train-f3a-n0 cannot be written to (NotADirectoryError" in said
-    assert "TensorBoard: the newest records could not be written in time" in said
+    assert said.count("TensorBoard: NotADirectoryError") == 1
 
 
 # ---- MLflow
@@ -223,12 +214,11 @@ def flow(store: Path, request: pytest.FixtureRequest) -> Flow:
     return Flow(store, request.node.name)
 
 
-def test_mlflow_run_has_numbers_texts_pictures_notes_parameters_and_the_end(flow: Flow) -> None:
+def test_mlflow_run_has_numbers_texts_pictures_parameters_and_the_end(flow: Flow) -> None:
     observer = begun(flow(tags={"team": "names"}), training(link="https://flyte.example/f3a"))
     To(observer).logged(record(0, loss=3.0, note="slow"))
     To(observer).logged(record(7, loss=1.5, odd=object(), **{"a:b/../c": math.nan}))
     To(observer).logged(record(7, loss=1.0, sample=PICTURE, weights=Histogram.of([1.0])))
-    To(observer).noted("train: rank 1 goes on")
     To(observer).ended(None)
     [run] = flow.runs
     assert observer.places() == {"MLflow": f"run {run.info.run_id} in sqlite:///{flow.store}/mlflow.db"}
@@ -241,44 +231,12 @@ def test_mlflow_run_has_numbers_texts_pictures_notes_parameters_and_the_end(flow
     [file] = [file for file in files if file.suffix == ".png"]
     with Image.open(flow.client.download_artifacts(run.info.run_id, str(file))) as image:
         assert image.size == (3, 2)
-    tags = {name: run.data.tags[name] for name in ("team", "note", "mlflow.note.content", "daskpytorch.execution")}
+    tags = {name: run.data.tags[name] for name in ("team", "note", "daskpytorch.execution")}
     assert tags == {
         "team": "names",
         "note": "slow",
-        "mlflow.note.content": "train: rank 1 goes on",
         "daskpytorch.execution": "https://flyte.example/f3a",
     }
-
-
-@pytest.mark.parametrize("lost", range(1, 5))
-def test_mlflow_run_has_once_what_is_sent_again_after_a_call_that_did_not_get_through(
-    flow: Flow, lost: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracker, "RETRY_AFTER", 0.01)
-    sent, send = [], MlflowClient.log_batch
-
-    def log_batch(*args: Any, metrics: Any = (), **told: Any) -> None:
-        send(*args, metrics=metrics, **told)
-        sent.extend(metric.step for metric in metrics if metric.key == "loss")
-
-    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    observer = begun(flow())
-    until(observer.places, "the run")
-    calls = iter(range(1, 100))
-
-    def knock(_: str) -> None:
-        if next(calls) == lost:
-            raise ConnectionError("no route")
-
-    monkeypatch.setattr(mlflow_run, "knock", knock)
-    To(observer).logged(record(1, loss=1.0, one=PICTURE, other=PICTURE))
-    To(observer).logged(record(2, loss=2.0))
-    To(observer).ended(None)
-    [run] = flow.runs
-    assert (run.info.status, flow.points(run)) == ("FINISHED", [(1, 1.0), (2, 2.0)])
-    assert sent == [1, 2]
-    files = [Path(file.path) for file in flow.client.list_artifacts(run.info.run_id, "images")]
-    assert len([file for file in files if file.suffix == ".png"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -333,39 +291,31 @@ def serve(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[],
         server.server_close()
 
 
-@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
-def test_mlflow_behind_a_proxy_is_not_knocked_at(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.setenv(variable, "http://proxy.example:3128")
-    tracker.knock("http://mlflow.invalid:5000")  # only the proxy knows its address
-
-
-def test_mlflow_server_that_comes_late_has_all(
-    flow: Flow, serve: Callable[..., BaseWSGIServer], capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(tracker, "STALL", 60.0)  # a busy machine
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+def test_mlflow_server_that_comes_late_has_all(flow: Flow, serve: Callable[..., BaseWSGIServer]) -> None:
     port = free_ports(1)[0]
-    observer = begun(flow(uri=f"http://user:password@127.0.0.1:{port}"))
+    observer = begun(flow(uri=f"http://127.0.0.1:{port}"))
     losses(observer, range(3), 1.0)
-    said = ""
-
-    def has_said() -> bool:
-        nonlocal said
-        said += capsys.readouterr().err
-        return "does not answer" in said
-
-    until(has_said, "the notice")
+    time.sleep(1.0)
     assert observer.places() == {}
-    serve(port)
+    serve(port)  # MLflow's own client tries again
     To(observer).ended(None)
     [run] = flow.runs
     assert (run.info.status, flow.points(run)) == ("FINISHED", [(0, 1.0), (1, 1.0), (2, 1.0)])
     place = f"http://127.0.0.1:{port}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
     assert observer.places() == {"MLflow": place}
-    said += capsys.readouterr().err
-    assert "password" not in said
+
+
+def test_mlflow_server_that_does_not_answer_costs_a_notice_without_its_password(
+    flow: Flow, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    observer = begun(flow(uri=f"http://user:hush@127.0.0.1:{free_ports(1)[0]}"))
+    losses(observer, range(3), 1.0)
+    To(observer).ended(None)
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith("MLflow: MlflowException")
+    assert said.endswith("The training goes on, with records missing.")
+    assert "hush" not in said
 
 
 # ---- Settings

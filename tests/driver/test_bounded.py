@@ -158,7 +158,6 @@ class Deaf(Run):
 
 def test_records_that_wait_for_a_tracker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tracker, "MAX_WAITING", 100)
-    monkeypatch.setattr(tracker, "STALL", 0.0)
     run = Deaf()
     deaf = Tracker(run)
     To(deaf).begins(Training(name="m.train", id="train"))

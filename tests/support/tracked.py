@@ -43,4 +43,4 @@ def scalars(folder: Path, tag: str = "loss") -> list[tuple[int, float]]:
 def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
     found = plugin_event_accumulator.EventAccumulator(str(folder))  # the other one takes no texts back
     found.Reload()
-    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors(tag)]
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors(f"{tag}/text_summary")]

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker, knock, public
+from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker, public
 from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
 ID_TAG = "daskpytorch.id"
 REASON_TAG = "daskpytorch.reason"
-NOTE_TAG, PARENT_TAG, SOURCE_TAG = "mlflow.note.content", "mlflow.parentRunId", "mlflow.source.name"
+PARENT_TAG, SOURCE_TAG = "mlflow.parentRunId", "mlflow.source.name"
 MAX_TEXT = 5_000
 MAX_NAME = 250
 
@@ -28,8 +28,8 @@ class MLflow:
     """One MLflow run for the whole gang, written in the driver: `Gang(observers=(MLflow(experiment=...),))`.
 
     A retry of the Flyte task resumes the run. Each model of a `dispatch.map` has a run, nested in one parent run.
-    MLflow cannot remove points. Records that come again after a restart are skipped, so a curve has each step's first
-    value. Credentials come from MLflow's own sources, such as `MLFLOW_TRACKING_TOKEN`.
+    MLflow cannot remove points, so a step that is repeated after a restart has a second point. Credentials come from
+    MLflow's own sources, such as `MLFLOW_TRACKING_TOKEN`.
 
     Raises:
         ImportError: The extra `mlflow` is not installed.
@@ -78,7 +78,6 @@ class _Run(Run):
 
     def __init__(self, asked: MLflow) -> None:
         self._asked = asked
-        self._logged: dict[str, int] = {}
         self._metrics: list[Any] = []
         self._tags: dict[str, str] = {}
         self._parent: str | None = None
@@ -90,58 +89,40 @@ class _Run(Run):
         uri, files = _store(self._asked.uri)
         self._client = MlflowClient(tracking_uri=uri)
         with _one_at_a_time.setdefault(self._client.tracking_uri, threading.Lock()):
-            self._call(self._begin, training, files)
+            self._begin(training, files)
         info, known = self._run.info, self._run.data
         given = {_key(name): str(value)[:MAX_TEXT] for name, value in flat(config, ".").items()}
         params = [Param(name, value) for name, value in given.items() if name not in known.params]
-        self._call(self._client.log_batch, info.run_id, params=params)
-        self._logged = {metric.key: metric.step for metric in known.to_proto().metrics}
-        self._notes = known.tags.get(NOTE_TAG, "")
+        self._client.log_batch(info.run_id, params=params)
         place, page = public(self._client.tracking_uri), f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
         has_page = place.startswith(("http://", "https://"))
         self.where = f"{place}/{page}" if has_page else f"run {info.run_id} in {place}"
-        self.rewind(step)
-
-    def rewind(self, step: int | None) -> None:
-        """Skip coming records of steps that were logged before, since MLflow cannot remove points."""
-        self._hidden = dict(self._logged)
 
     def log(self, record: LogRecord) -> None:
         from mlflow.entities import Metric
 
         at = int(1000 * record.time)
-        for name, value in record.numbers.items():
-            key = _key(name)
-            if record.step > self._hidden.get(key, record.step - 1):
-                self._logged[key] = max(record.step, self._logged.get(key, record.step))
-                self._metrics.append(Metric(key, value, at, record.step))
+        self._metrics += [Metric(_key(name), value, at, record.step) for name, value in record.numbers.items()]
         self._tags |= {_key(name): text[:MAX_TEXT] for name, text in record.texts.items()}
 
     def draw(self, record: LogRecord, name: str, drawing: Histogram | Picture) -> None:
         if isinstance(drawing, Picture):
             about = {"key": _key(name), "step": record.step, "timestamp": int(1000 * record.time)}
-            self._call(self._client.log_image, self._run.info.run_id, drawing.image(), **about)
-
-    def note(self, text: str) -> None:
-        self._notes = self._tags[NOTE_TAG] = f"{self._notes}\n\n{text}".strip()[-MAX_TEXT:]
+            self._client.log_image(self._run.info.run_id, drawing.image(), **about)
 
     def flush(self) -> None:
         from mlflow.entities import RunTag
 
         metrics, tags, self._metrics, self._tags = self._metrics, self._tags, [], {}
         new = [RunTag(*tag) for tag in tags.items()]
-        try:
-            self._call(self._client.log_batch, self._run.info.run_id, metrics=metrics, tags=new)
-        except ConnectionError:
-            self._metrics, self._tags = metrics, tags
-            raise
+        self._client.log_batch(self._run.info.run_id, metrics=metrics, tags=new)
 
     def close(self, state: State, reason: str | None) -> None:
         if reason is not None:
-            self._call(self._client.set_tag, self._run.info.run_id, REASON_TAG, reason[:MAX_TEXT])
-        self._call(self._client.set_terminated, self._run.info.run_id, state.upper())
+            self._client.set_tag(self._run.info.run_id, REASON_TAG, reason[:MAX_TEXT])
+        self._client.set_terminated(self._run.info.run_id, state.upper())
         if self._parent is not None:  # the next model opens the parent run again
-            self._call(self._client.set_terminated, self._parent, "FINISHED")
+            self._client.set_terminated(self._parent, "FINISHED")
 
     def _begin(self, training: Training, files: str | None) -> None:
         experiment = _experiment(self._client, self._asked.experiment, files)
@@ -154,22 +135,6 @@ class _Run(Run):
             tags[PARENT_TAG] = self._parent
             name = f"{name}-{training.index}"
         self._run = _found(self._client, experiment, training.id, name, tags)
-
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of MLflow's client.
-
-        Raises `ConnectionError` if the server does not answer, and `MlflowException` for its error.
-        """
-        from mlflow.exceptions import MlflowException, RestException
-
-        try:
-            knock(self._client.tracking_uri)
-            return function(*args, **kwargs)
-        except MlflowException as error:
-            is_answer = isinstance(error, RestException) or error.error_code != "INTERNAL_ERROR"
-            if is_answer and error.error_code != "TEMPORARILY_UNAVAILABLE":
-                raise
-            raise ConnectionError(public(f"{self._client.tracking_uri} does not answer ({error})")) from error
 
 
 _one_at_a_time: dict[str, threading.Lock] = {}

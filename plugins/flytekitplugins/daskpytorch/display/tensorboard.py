@@ -70,12 +70,11 @@ class _EventFiles(Run):
         self._asked = asked
         self._execution = execution
         self._ends = contextlib.ExitStack()
-        self._notes: list[str] = []
+        self._writer: Any = None
         self._upload_at = 0.0
 
     def open(self, training: Training, config: Mapping[str, Any], step: int | None) -> None:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         name = training.id if training.group is None else training.group
         name = f"{self._asked.name or name}{'' if training.index is None else f'/{training.index}'}"
@@ -85,34 +84,37 @@ class _EventFiles(Run):
         if self._storage is not None:
             self._folder = self._ends.enter_context(scratch_folder("daskpytorch-events-"))
         self.where = self._storage or str(self._folder.absolute())
-        self._writer = EventFileWriter(str(self._folder), filename_suffix=f".{training.id}")
+        self._suffix = f".{training.id}"
         self.rewind(step)
         given = {name: _hyperparameter(value) for name, value in flat(config, "/").items()}
-        self._summary(hparams_pb(given, trial_id=training.id), 0)
+        self._writer.file_writer.add_summary(hparams_pb(given, trial_id=training.id), 0)
 
     def rewind(self, step: int | None) -> None:
         """Hide all points after `step` in TensorBoard. None hides all points."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from torch.utils.tensorboard import SummaryWriter
 
+        if self._writer is not None:
+            self._writer.close()
         first = 0 if step is None else step + 1
-        self._event(step=first, session_log=SessionLog(status=SessionLog.START))
-        for number in range(first, len(self._notes)):  # notes have numbers as steps, and must stay visible
-            self._text("notes", self._notes[number], number)
+        self._writer = SummaryWriter(str(self._folder), purge_step=first, filename_suffix=self._suffix)
 
     def log(self, record: LogRecord) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in record.numbers.items()]
-        self._summary(Summary(value=values), record.step, record.time)
+        for name, value in record.numbers.items():
+            self._writer.add_scalar(name, value, record.step, record.time)
         for name, text in record.texts.items():
-            self._text(name, text, record.step, record.time)
+            self._writer.add_text(name, text, record.step, record.time)
 
     def draw(self, record: LogRecord, name: str, drawing: Histogram | Picture) -> None:
-        self._summary(_drawn(name, drawing), record.step, record.time)
+        from numpy import asarray
 
-    def note(self, text: str) -> None:
-        self._notes.append(text)
-        self._text("notes", text, len(self._notes) - 1)
+        if isinstance(drawing, Picture):
+            pixels = asarray(drawing.image().convert("RGBA"))
+            self._writer.add_image(name, pixels, record.step, record.time, dataformats="HWC")
+        else:
+            first, *limits = drawing.edges
+            numbers = {"min": first, "max": limits[-1], "num": sum(drawing.counts), "sum": 0.0, "sum_squares": 0.0}
+            bins = {"bucket_limits": limits, "bucket_counts": drawing.counts}
+            self._writer.add_histogram_raw(name, **numbers, **bins, global_step=record.step, walltime=record.time)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -121,8 +123,7 @@ class _EventFiles(Run):
 
     def close(self, state: State, reason: str | None) -> None:
         if reason is not None:
-            self.note(reason)
-        self._summary(_session_end(is_success=state == "finished"), 0)
+            self._writer.add_text("reason", reason)
         self._writer.close()
         self._upload()
         self._ends.close()
@@ -131,53 +132,11 @@ class _EventFiles(Run):
         if (where := self._storage) is None:
             return
         began_at = time.monotonic()
-        try:
-            files = Files(self._execution.filesystem(where))
-            for file in self._folder.iterdir():
-                files.put(file, f"{files.path(where)}/{file.name}")
-        except Exception as error:  # a storage's client may raise anything
-            raise ConnectionError(f"{where} cannot be written to ({type(error).__name__}: {error})") from error
-        self._upload_at = time.monotonic() + max(UPLOAD_INTERVAL, UPLOAD_SHARE * (time.monotonic() - began_at))
-
-    def _text(self, name: str, text: str, step: int, at: float | None = None) -> None:
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
-        self._summary(text_pb(name, text), step, at)
-
-    def _summary(self, summary: Any, step: int, at: float | None = None) -> None:
-        self._event(at, step=step, summary=summary)
-
-    def _event(self, at: float | None = None, **fields: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._writer.add_event(Event(wall_time=time.time() if at is None else at, **fields))
-
-
-def _drawn(name: str, drawing: Histogram | Picture) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
-    if isinstance(drawing, Picture):
-        size = {"height": drawing.height, "width": drawing.width, "colorspace": 4}  # colorspace: number of channels
-        image = Summary.Image(encoded_image_string=drawing.png, **size)
-        return Summary(value=[Summary.Value(tag=name, image=image)])
-    first, *limits = drawing.edges
-    bins = {"bucket_limit": limits, "bucket": drawing.counts, "num": sum(drawing.counts)}
-    return Summary(value=[Summary.Value(tag=name, histo=HistogramProto(min=first, max=limits[-1], **bins))])
-
-
-def _session_end(*, is_success: bool) -> Any:
-    """Mark a run as succeeded or failed in TensorBoard's table of hyper-parameters.
-
-    `hparams.summary`, TensorBoard's own function, would need TensorFlow.
-    """
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-
-    status = api_pb2.STATUS_SUCCESS if is_success else api_pb2.STATUS_FAILURE
-    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
-    data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
-    about = metadata.create_summary_metadata(data)
-    return Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=about)])
+        self._upload_at = began_at + UPLOAD_INTERVAL
+        files = Files(self._execution.filesystem(where))
+        for file in self._folder.iterdir():
+            files.put(file, f"{files.path(where)}/{file.name}")
+        self._upload_at += UPLOAD_SHARE * (time.monotonic() - began_at)
 
 
 def _hyperparameter(value: Any) -> bool | float | str:

@@ -6,14 +6,11 @@ Runs in the driver, which outlives all ranks. No worker needs to reach the track
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, run_config
@@ -28,29 +25,6 @@ Job = Callable[[], object]
 MAX_WAITING = 10_000
 INTERVAL = 2.0
 """Seconds between two flushes."""
-STALL = 10.0
-"""Seconds at a gang's end after which an unreachable server's records are dropped."""
-RETRY_AFTER = 0.5
-"""Seconds before the first retry of a failed request. Each further retry doubles the pause."""
-CONNECT_TIMEOUT = 5.0
-"""Seconds."""
-
-
-def knock(uri: str) -> None:
-    """Raise `ConnectionError` unless a tracker's server accepts connections: trackers' own clients retry for minutes.
-
-    Addresses other than `http://` and `https://`, and servers behind a proxy, are not checked.
-    """
-    parts = urlsplit(uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return
-    if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(parts.hostname):  # as in `requests`
-        return
-    try:
-        address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection(address, timeout=CONNECT_TIMEOUT).close()
-    except OSError as error:
-        raise ConnectionError(f"{public(uri)} does not answer ({error})") from error
 
 
 def public(uri: str) -> str:
@@ -67,8 +41,8 @@ PREEMPTED_TIMEOUT = 3.0
 class Run:
     """Base class for a tracker's run, for example in MLflow. One thread makes all calls, one after the other.
 
-    A call is repeated after a `ConnectionError`. After any other error of `open`, nothing is recorded. Any other
-    method's failed call is skipped.
+    The tracker's own client repeats failed requests. After an error of `open`, nothing is recorded. Any other method's
+    failed call is skipped.
     """
 
     label: str
@@ -91,9 +65,6 @@ class Run:
     def draw(self, record: LogRecord, name: str, drawing: Histogram | Picture) -> None:
         """Log a histogram or picture of a record."""
 
-    def note(self, text: str) -> None:
-        """Log a notice for the user."""
-
     def flush(self) -> None:
         """Send the queued values."""
 
@@ -106,7 +77,7 @@ class Tracker(View):
     def __init__(self, run: Run) -> None:
         self.state = RunState()
         self._run = run
-        self._worker = Worker(RETRY_AFTER, run.label)
+        self._worker = Worker(name=run.label)
         self._is_open = False
         self._flushed_at = 0.0
         self._num_dropped = 0
@@ -130,8 +101,6 @@ class Tracker(View):
                     self._offer(partial(self._run.draw, record, name, drawing))
             case journal.Used(usage=usage) if usage.rank < MAX_RANKS:
                 self._add({f"usage/rank {usage.rank}/{name}": value for name, value in amounts(usage).items()})
-            case journal.Noted():
-                self._offer(partial(self._run.note, event.line))
             case journal.Ended() if self._is_open:
                 self._end(event)
 
@@ -160,24 +129,15 @@ class Tracker(View):
         reason = f"{event.end.error}: {event.end.text}" if event.end.error else None
         self._put(self._run.flush)
         self._put(partial(self._run.close, STATES.get(event.end.word, "killed"), reason))
-        self._wait(PREEMPTED_TIMEOUT if isinstance(event.error, PreemptedError) else CLOSE_TIMEOUT)
+        has_all = self._worker.flush(PREEMPTED_TIMEOUT if isinstance(event.error, PreemptedError) else CLOSE_TIMEOUT)
         if not self._is_open:  # the run could not be opened meanwhile
             return
         self._is_open = False
         self._worker.close()
-        if self._worker.jobs():
+        if not has_all:
             self._say("the newest records could not be written in time: check that its server or storage answers")
         if self._num_dropped:
             self._say(f"too slow; {self._num_dropped} records were dropped. Log less often to keep all")
-
-    def _wait(self, limit: float) -> None:
-        """Wait up to `limit` seconds for an empty queue, but not for a second failure in a row of the same job."""
-        deadline = time.monotonic() + limit
-        while self._is_open and (left := deadline - time.monotonic()) > 0:
-            first = self._worker.first()
-            is_empty = self._worker.flush(min(left, STALL))
-            if is_empty or (first is not None and first.num_failures and first is self._worker.first()):
-                return
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -187,14 +147,10 @@ class Tracker(View):
     # ---- in the thread
 
     def _gives_up_all(self, error: Exception, *_: object) -> bool:
-        if gives_up := self._gives_up(error):
-            self._is_open = False
-            self._worker.close()
-        return gives_up
+        self._is_open = False
+        self._worker.close()
+        return self._gives_up(error)
 
     def _gives_up(self, error: Exception, *_: object) -> bool:
-        if isinstance(error, ConnectionError):
-            self._say(f"{error}. Check the address and the access to it. Records wait, and the training goes on.")
-            return False
-        self._say(f"{type(error).__name__}: {error}. The training goes on, with records missing.")
+        self._say(f"{type(error).__name__}: {public(str(error))}. The training goes on, with records missing.")
         return True
