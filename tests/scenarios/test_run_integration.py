@@ -61,7 +61,7 @@ def test_at_a_terminal_it_is_shown_and_after_ctrl_c_the_same_command_goes_on(thr
     try:
         terminal.expect(r"train: starting 2 ranks on 2 workers \(CPU, gloo\)")
         terminal.expect(r"train: all ranks have met after \S+ s")
-        terminal.expect(r"train\S* +(\S+ *)?step \d+/100000  loss 1 +\d+ steps/s")  # the live line, with its bar
+        terminal.expect(r"train\S* \S+ +step \d+/100000  loss 1  \d+ steps/s")  # the live line, with its bar
         until(lambda: [*script.parent.glob("kept/script.train/*/gang/manifest.json")], "a checkpoint that is kept")
         terminal.sendintr()
         terminal.expect(

@@ -6,7 +6,6 @@ from functools import partial
 from rich.console import Console
 
 import told
-from flytekitplugins.daskpytorch import Goodput
 from flytekitplugins.daskpytorch.sweep.sweep import SweepDisplay
 from told import To
 
@@ -46,16 +45,6 @@ def test_plain_lines() -> None:
     assert lines[4].startswith("model 1 {'lr': 0.1")
     assert lines[4].endswith("failed: ValueError: no good")
     assert len(lines) == 5
-
-
-def test_the_last_line_of_a_model_that_took_its_time_says_where_that_went() -> None:
-    text = io.StringIO()
-    board = board_of(3, text)
-    for total in (59.0, 80.0):
-        line = board.line(1, 7)
-        To(line).accounted(Goodput(total=total, stepping=total))
-        To(line).ended(None)
-    assert text.getvalue().splitlines() == ["model 1 7: goodput 100 %: 80.0 s of 80.0 s stepping"]
 
 
 def test_models_that_have_only_begun_in_an_earlier_call_are_no_ended_ones() -> None:

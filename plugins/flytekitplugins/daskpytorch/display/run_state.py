@@ -111,7 +111,6 @@ class RunState(Observer):
     shape: Shape | None = None
     attempt: int | None = None
     resumed_step: int | None = None
-    formed_at: float | None = None
     forming: float | None = None
     call: str | None = None
     called_at: float = 0.0
@@ -234,7 +233,6 @@ class RunState(Observer):
     @_fold.register
     def _(self, event: journal.Formed) -> None:
         self.forming = event.seconds
-        self.formed_at = self.formed_at or event.time
         self.history.tell(event, "all ranks have met", "good")
         self.history.enter(event, Phase(IDLE, "idle") if self.stays else Phase(TRAINING, "busy"))
 

@@ -1,20 +1,21 @@
 """Displays of gangs: a live line for each gang in a terminal, plain lines elsewhere. Run in the driver."""
 
+import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field, replace
-from textwrap import TextWrapper
+from dataclasses import replace
 from typing import IO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from flytekitplugins.daskpytorch.display.run_state import MAX_VALUES, RunState, Values, View
+from flytekitplugins.daskpytorch.display.metrics import is_held_out
+from flytekitplugins.daskpytorch.display.run_state import RunState, Values, View
 from flytekitplugins.daskpytorch.display.training import GIB, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
@@ -24,66 +25,38 @@ from flytekitplugins.daskpytorch.report import duration
 from flytekitplugins.daskpytorch.report.pieces import brief, name_of
 
 MAX_LINE = 2_000
-LARGE_RATE = 10.0
 MAX_LEFT = 1e9
+"""Seconds."""
 
 
-@dataclass
-class News:
-    _epoch: int | None = None
-    _known: set[str] = field(default_factory=set)
-    _expected: set[str] = field(default_factory=set)
-    _seen: set[str] = field(default_factory=set)
-    _is_told: bool = False
-    _newest: set[str] = field(default_factory=set)
+def describe(record: LogRecord | None, steps: Mapping[str, int] | None = None, pace: str = "") -> str:
+    """Return a record as a line: epoch, step, loss, pace, other values.
 
-    def take(self, record: LogRecord, *, is_due: bool) -> bool:
-        names = set(record.metrics)
-        is_late = is_new = False
-        if record.epoch not in (None, self._epoch):
-            is_late = self._epoch is not None and not self._is_told
-            self._epoch, self._expected, self._seen, self._is_told = record.epoch, self._seen, set(), False
-        if len(self._known) < MAX_VALUES:
-            is_new = not names <= self._known
-            self._known |= names
-        changes, self._newest = not names <= self._newest, names
-        self._seen |= names & self._known
-        is_complete = not self._is_told and self._seen >= self._expected
-        is_news = is_late or is_new or is_complete or (self._epoch is None and changes and is_due)
-        self._is_told |= is_news
-        return is_news
-
-
-def describe_values(values: Values) -> str:
-    record = values.record
-    return "" if record is None else describe_record(replace(record, metrics=values.metrics), steps=values.steps)
-
-
-def describe_record(
-    record: LogRecord, only: Collection[str] | None = None, steps: Mapping[str, int] | None = None
-) -> str:
-    """Return a record as a line: epoch, step, loss, other values, samples/s.
-
-    `only` names the shown values. `steps` has the steps of values that are older or newer than the record.
+    `steps` has the steps of values that are older or newer than the record.
     """
-    numbers = {name: value for name, value in record.numbers.items() if only is None or name in only}
-    epoch, rate = numbers.pop("epoch", None), numbers.pop("samples_per_second", None)
+    if record is None:
+        return ""
+    numbers = record.numbers
+    epoch = numbers.pop("epoch", None)
     parts = [] if epoch is None else [f"epoch {epoch:g}"]
     parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
-    names = sorted(numbers, key=lambda name: name != "loss")
     at = {name: f" (step {step})" for name, step in (steps or {}).items() if step != record.step}
-    parts += [f"{name_of(name)} {brief(numbers[name])}{at.get(name, '')}" for name in names]
-    if rate is not None:
-        parts.append(f"{brief(rate)} samples/s")
-    return one_line("  ".join(parts), MAX_LINE)
+    values = {name: f"{name_of(name)} {brief(value)}{at.get(name, '')}" for name, value in numbers.items()}
+    parts += [values.pop("loss", ""), pace, *values.values()]
+    return one_line("  ".join(filter(None, parts)), MAX_LINE)
+
+
+def describe_values(values: Values, pace: str = "") -> str:
+    newest = None if values.record is None else replace(values.record, metrics=values.metrics)
+    return describe(newest, values.steps, pace)
 
 
 def pace_in_words(record: LogRecord, speed: float | None) -> str:
     if not speed or (record.num_steps is not None and num_done(record) >= record.num_steps):
         return ""
-    rate = f"{speed:,.0f} steps/s" if speed >= LARGE_RATE else f"{speed:.2g} steps/s"
     left = seconds_left(record, speed)
-    return rate if left is None or not 0 <= left <= MAX_LEFT else f"{rate}  {duration(left)} left"
+    rate = f"{brief(float(f'{speed:.2g}'))} steps/s"
+    return rate if left is None or left > MAX_LEFT else f"{rate}  {duration(left)} left"
 
 
 def in_a_line(error: Exception) -> str:
@@ -93,15 +66,12 @@ def in_a_line(error: Exception) -> str:
 
 
 PLAIN_INTERVAL = 10.0
-"""Seconds between two lines with metrics outside a terminal. A new epoch or additional metric is shown at once."""
-LIVE = ("epoch", "loss", "samples_per_second")
+"""Seconds between two lines with metrics outside a terminal. A new epoch or a held-out metric is shown at once."""
 MAX_HELD = 10_000
 """Lines that wait while a rank's debugger has the terminal, or until the end of a cell with `%%ranks`.
 
 Older lines are dropped.
 """
-WIDE = 100
-
 MIN_CALL = 1.0
 
 
@@ -126,35 +96,23 @@ class Board:
         )
         self.is_quiet = is_quiet
         self.is_live = self._console.is_terminal and not is_quiet
-        is_wide = self._console.width >= WIDE
-        self._shown = LIVE if is_wide else ("loss",)
         self._held: deque[tuple[str, bool]] | None = None
         self._lock = threading.RLock()
         short = Column(no_wrap=True, max_width=self._console.width // 3)  # else a long name takes the loss's place
         name = TextColumn("{task.fields[name]}", style="bold", markup=False, table_column=short)
-        text = TextColumn("{task.fields[text]}", markup=False)
-        pace = TextColumn(" {task.fields[pace]}", markup=False, table_column=Column(no_wrap=True))
-        wide = (SpinnerColumn(), name, BarColumn(bar_width=24), text, pace, TimeElapsedColumn())
-        self.bars = Progress(*(wide if is_wide else (name, text, pace)), console=self._console, transient=True)
+        text = TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+        bar = BarColumn(self._console.width // 8)
+        self.bars = Progress(name, bar, text, console=self._console, transient=True, expand=True)
         if self.is_live:  # a program may end before its gang, and would leave the terminal without a cursor
             weakref.finalize(self, self.bars.stop)
 
-    def add(self, name: str, began_at: float) -> TaskID | None:
+    def add(self, name: str) -> TaskID | None:
         if not self.is_live:
             return None
         with self._lock:
             if self._held is None:
                 self.bars.start()
-            line = self.bars.add_task("", name=name, text="", pace="", total=None)
-            self.bars.tasks[-1].start_time = began_at
-            return line
-
-    def update(self, line: TaskID, record: LogRecord, pace: str) -> None:
-        text = describe_record(record, self._shown)
-        self.bars.update(line, completed=num_done(record), total=record.num_steps, text=text, pace=pace)
-
-    def rename(self, line: TaskID, name: str, text: str) -> None:
-        self.bars.update(line, name=name, text=text, pace="", completed=0, total=None)
+            return self.bars.add_task("", name=name, text="", total=None)
 
     def remove(self, line: TaskID) -> None:
         with self._lock:
@@ -170,18 +128,10 @@ class Board:
                 self.output.write(f"{text}\n")
                 self.output.flush()
             elif self.is_live:
-                text = text if is_output else self._filled(text)
                 self._console.print(text, markup=False, emoji=False, soft_wrap=True)
             else:  # rich would replace tabs by spaces
                 self._console.file.write(f"{text}\n")
                 self._console.file.flush()
-
-    def _filled(self, text: str) -> str:
-        """Break lines between words: a terminal would break figures."""
-        fill = TextWrapper(
-            max(20, self._console.width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        return "\n".join(fill.fill(line) for line in text.splitlines())
 
     def hold(self, *, is_held: bool) -> None:
         with self._lock:
@@ -195,8 +145,6 @@ class Board:
 
 
 class Display(View):
-    _has_row = True
-
     def __init__(self, board: Board, name: str = "", mark: str = "") -> None:
         self.state = RunState()
         self._board = board
@@ -204,13 +152,14 @@ class Display(View):
         self._mark = mark
         self._line: TaskID | None = None
         self._is_debugging = False
-        self._shown_at = 0.0
-        self._news, self._row = News(), Values()
+        self._shown_at = -math.inf
+        self._epoch: int | None = None
 
     def on_event(self, event: journal.Event) -> None:
         match event:
             case journal.Formed():
-                self._begin_line(event)
+                self._shown_at = -math.inf  # the first record of an attempt is shown
+                self._line = self._line if self._line is not None else self._board.add(self._title)
             case journal.Wrote():
                 text = "\n".join(f"[{self._mark}rank {event.rank}] {line}" for line in event.lines)
                 self._board.print(text, is_output=True)
@@ -232,12 +181,6 @@ class Display(View):
     def say(self, text: str) -> None:
         self._board.print(f"{self._title}: {text}")
 
-    def _begin_line(self, event: journal.Formed) -> None:
-        self._news, self._row = News(), Values()  # the first record of an attempt is news
-        if self._line is None:
-            begun = event.time - (self.state.formed_at or event.time)
-            self._line = self._board.add(self._title, time.monotonic() - begun)
-
     def _hold(self, rank: int | None) -> None:
         if self._is_debugging != (rank is not None):
             self._is_debugging = rank is not None
@@ -247,31 +190,32 @@ class Display(View):
         if record.rank != 0 or self._board.is_quiet:
             return
         if record.is_evaluation:
-            self.say(f"evaluated: {describe_record(record)}")
+            self.say(f"evaluated: {describe(record)}")
             return
         pace = pace_in_words(record, self.state.rate.per_second)
         if self._line is not None:
-            self._board.update(self._line, record, pace)
+            text = describe(record, pace=pace)
+            self._board.bars.update(self._line, completed=num_done(record), total=record.num_steps, text=text)
         is_live, is_due = self._board.is_live, time.monotonic() - self._shown_at >= PLAIN_INTERVAL
-        self._row.add(record)
-        is_news = self._news.take(record, is_due=is_due)
+        is_held_out_known = any(map(is_held_out, self.state.values.numbers))
+        is_news = record.epoch not in (None, self._epoch) and not is_held_out_known
+        is_news = is_news or any(map(is_held_out, record.numbers))
+        self._epoch = record.epoch if record.epoch is not None else self._epoch
         # A terminal shows many models by their live lines alone.
         if not (is_live and self._mark) and (is_news or (is_due and not is_live)):
             self._shown_at = time.monotonic()
-            self.say(f"{describe_values(self._row)}{pace and f'  {pace}'}")
-            self._row = Values()
+            self.say(describe_values(self.state.values, pace))
 
     def _conclude(self, error: Exception | None) -> None:
         self._close_line()
         self._tell_error(error)
-        self._tell_goodput()
+        if not self._mark:  # the models of a sweep have theirs in the table
+            self._tell_goodput()
 
     def _tell_error(self, error: Exception | None) -> None:
-        if isinstance(error, StoppedEarlyError):
-            if not self._board.is_quiet:
-                how = f"after epoch {error.epoch}: {error.metric} {brief(error.value)}"
-                self._board.print(f"{self._title} was stopped early, {how}")
-        elif error is not None and not isinstance(error, (CancelledError, GangCancelledError)):
+        if isinstance(error, StoppedEarlyError) and not self._board.is_quiet:
+            self._board.print(f"{self._title} was stopped early: {error}")
+        elif error is not None and not isinstance(error, (CancelledError, GangCancelledError, StoppedEarlyError)):
             how = "" if isinstance(error, PreemptedError) else f"{self._title or 'the gang'} failed: "
             self._board.print(f"{how}{in_a_line(error)}")
 
@@ -282,14 +226,12 @@ class Display(View):
             self._line = None
 
     def _tell_goodput(self) -> None:
-        goodput, is_in_table = self.state.goodput, self._has_row and self._board.is_quiet and bool(self._mark)
-        if goodput is not None and goodput.total >= MIN_TOTAL and self._title and not is_in_table:
+        goodput = self.state.goodput
+        if goodput is not None and goodput.total >= MIN_TOTAL and self._title:
             self.say(str(goodput))
 
 
 class ProgressDisplay(Display):
-    _has_row = False
-
     def __init__(
         self, board: Board, name: str = "", mark: str = "", *, unsaid: tuple[type[Exception], ...] = (Exception,)
     ) -> None:
@@ -310,9 +252,8 @@ class ProgressDisplay(Display):
             case journal.Formed(seconds=seconds):
                 self.say(f"all ranks have met after {seconds:.2f} s")
             case journal.Calling(name=name):
-                self._news, self._row = News(), Values()
-                if self._line is not None:
-                    self._board.rename(self._line, name.rpartition(".")[2], "")
+                self._shown_at, self._epoch = -math.inf, None
+                self._rename(name.rpartition(".")[2], "")
             case journal.Called():
                 self._show_called(event)
             case journal.Used() if self.state.stays and self.state.call is None:
@@ -331,9 +272,12 @@ class ProgressDisplay(Display):
         self._show_idle()
 
     def _show_idle(self) -> None:
+        held = self.state.memory / GIB
+        self._rename(self._title, f"idle, its ranks hold {held:.1f} GiB" if held else "idle")
+
+    def _rename(self, name: str, text: str) -> None:
         if self._line is not None:
-            held = self.state.memory / GIB
-            self._board.rename(self._line, self._title, f"idle, its ranks hold {held:.1f} GiB" if held else "idle")
+            self._board.bars.update(self._line, name=name, text=text, completed=0, total=None)
 
     def _conclude(self, error: Exception | None) -> None:
         self._close_line()
