@@ -676,7 +676,7 @@ def check_storage(story: Story, store: Path) -> None:
     import torch
 
     from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
-    from flytekitplugins.daskpytorch.protocol.checkpoints import DIGESTS, digest_of
+    from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, digest_of
 
     named = []
     for path in store.glob(f"*/{MANIFEST}"):
@@ -685,7 +685,7 @@ def check_storage(story: Story, store: Path) -> None:
         for entry in found or ():
             file = Path(entry.uri) if entry.is_sharded else path.parent / entry.name
             named.append(entry.step)
-            if not file.exists() or digest_of(file / DIGESTS if entry.is_sharded else file) != entry.digest:
+            if not file.exists() or digest_of(file / METADATA if entry.is_sharded else file) != entry.digest:
                 story.troubles.append(f"the manifest names {entry.name}, which is not whole")
             elif not entry.is_sharded and torch.load(file, mmap=True)["value"] != expected(entry.step):
                 story.troubles.append(f"{entry.name} has a wrong value")

@@ -1,13 +1,15 @@
 """`S3ImageFolder` checks its arguments without a server. test_s3_*_integration.py has tests with a server."""
 
 import pickle
+import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flytekitplugins.daskpytorch import data
-from flytekitplugins.daskpytorch.data.bucket import Listed
+from flytekitplugins.daskpytorch.data.bucket import Access, Listed, credentials
 from flytekitplugins.daskpytorch.data.image_index import ImageIndex
 
 PLACE = {"endpoint_url": "http://127.0.0.1:1"}
@@ -96,3 +98,21 @@ def test_no_credentials_are_named(index: Path, monkeypatch: pytest.MonkeyPatch) 
         folder[0]
     with pytest.raises(PermissionError, match=r"s3://b/p/ may not be read: Unable to locate credentials.*anon=True"):
         data.S3ImageFolder("b", "p", storage_options=PLACE)
+
+
+def test_temporary_keys_are_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program in the profile makes keys that botocore must renew before each use."""
+    soon = (datetime.now(UTC) + timedelta(minutes=5)).isoformat()
+    keys = {"Version": 1, "AccessKeyId": "id", "SecretAccessKey": "secret", "Expiration": soon}
+    program = tmp_path / "keys.py"
+    program.write_text(f"import json, uuid; print(json.dumps({keys} | dict(SessionToken=str(uuid.uuid4()))))")
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {sys.executable} {program}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    current = credentials(Access().session())
+    first, second = current(), current()
+    assert first["access_key_id"] == second["access_key_id"] == "id"
+    assert first["token"] != second["token"]
+    assert datetime.now(UTC) < first["expires_at"] < datetime.now(UTC) + timedelta(minutes=10)

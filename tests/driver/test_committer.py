@@ -22,7 +22,6 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    DIGESTS,
     METADATA,
     CheckpointEntry,
     folder_name,
@@ -68,7 +67,7 @@ class Driver:
         """The ranks write a checkpoint."""
         base, nonce = self.committer.base, self.committer.sharding().nonce
         shards = folder_name(attempt, nonce, step, number)
-        for name in ("__0_0.distcp", "__1_0.distcp", METADATA, DIGESTS):
+        for name in ("__0_0.distcp", "__1_0.distcp", METADATA):
             Files(self.fs).write(f"{self.uri}/{shards}/{name}", step.to_bytes(8, "big"))
         metrics = {"loss": 1 / step}
         return CheckpointEntry(
@@ -188,13 +187,13 @@ def test_manifest_that_is_cut_off_costs_no_shards(driver: MakeDriver, tmp_path: 
     assert first.folders() == ["step-10/0-0"]
 
 
-@pytest.mark.parametrize(("content", "found"), [('{"checkpoints": []}', 1), ('{"format": 4, "all": []}', 4)])
+@pytest.mark.parametrize(("content", "found"), [('{"checkpoints": []}', 1), ('{"format": 5, "all": []}', 5)])
 def test_checkpoints_of_another_version_are_refused_and_stay(driver: MakeDriver, content: str, found: int) -> None:
     first = driver()
     first.save(10, 0)
     first.close()
     Path(first.uri, MANIFEST).write_text(content)
-    with pytest.raises(GangStartError, match=rf"of format {found}, which another version .* reads format 3"):
+    with pytest.raises(GangStartError, match=rf"of format {found}, which another version .* reads format 4"):
         driver()
     assert first.folders() == ["step-10/0-0"]
     assert Path(first.uri, MANIFEST).read_text() == content

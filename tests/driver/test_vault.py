@@ -165,7 +165,7 @@ def test_checkpoint_is_copied_before_a_manifest_that_names_it(task: Task, store:
     [file] = task.ran(0, 4)
     assert (task.stored(0) / file.name).read_bytes() == checkpoint(4)[1]
     named = json.loads((task.stored(0) / MANIFEST).read_text())
-    assert named == {"format": 3, "checkpoints": [asdict(replace(file, metrics={"loss": 0.2}))]}
+    assert named == {"format": 4, "checkpoints": [asdict(replace(file, metrics={"loss": 0.2}))]}
     assert sorted(path.name for path in task.stored(0).iterdir()) == [MANIFEST, file.name]
     assert store.calls == [file.name, MANIFEST]
 
@@ -274,8 +274,8 @@ def test_folder_that_was_never_written_is_a_fresh_start(task: Task, capsys: pyte
         lambda _: b"[]",
         lambda _: b"null",
         lambda _: b"\xff\x00\xfe",
-        lambda _: b'{"format": 3, "checkpoints": 3}',
-        lambda _: b'{"format": 3, "something": "else"}',
+        lambda _: b'{"format": 4, "checkpoints": 3}',
+        lambda _: b'{"format": 4, "something": "else"}',
         lambda text: text.replace(b'"step"', b'"stop"'),
         lambda text: text.replace(b'"metrics": {', b'"metrics": 3, "x": {'),
         lambda text: text.replace(b"0.5", b'"low"'),

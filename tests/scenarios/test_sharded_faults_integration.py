@@ -24,7 +24,7 @@ from processes import nothing_left_behind, small_disk, until
 from seaweed import Keys, Weed
 
 DOOMED_STEP = 3
-DOOMED = {"in mid upload": 1, "at .metadata": 0, "at digests.json": 0, "at the report": 0, "after the commit": 1}
+DOOMED = {"in mid upload": 1, "at .metadata": 0, "at the report": 0, "after the commit": 1}
 """Moment of a save -> the rank that is killed then."""
 
 
@@ -37,9 +37,9 @@ def train(steps: int, size: int = 4, moment: str = "", gates: str | None = None)
         moment: When a rank kills itself in the save of one step, in its first life.
         gates: A folder; before each step there must be a file of its number.
     """
-    from flytekitplugins.daskpytorch.rank import shard_writer
+    from flytekitplugins.daskpytorch.rank import shards
 
-    shard_writer.RETRY_AFTER = (0.1, 0.2, 0.4)
+    shards.RETRY_AFTER = (0.1, 0.2, 0.4)
     rank, state = current_rank(), {"sum": torch.zeros(size)}
     first = rank.checkpoint.load_sharded(state) or 0
     for step in range(first + 1, steps + 1):
@@ -61,25 +61,19 @@ def train(steps: int, size: int = 4, moment: str = "", gates: str | None = None)
 
 def doom(moment: str) -> None:
     """Have this process killed at a moment of its next save."""
-    from flytekitplugins.daskpytorch.rank import shard_writer, sharded
+    from flytekitplugins.daskpytorch.rank import sharded, shards
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def put(self: Any, name: str, data: bytes) -> None:
-        if moment == f"at {name}":
-            die()
-        real_put(self, name, data)
-
-    real_put = shard_writer.ShardWriter._put
     match moment:
         case "in mid upload":
-            real = shard_writer._Stream.write
-            shard_writer._Stream.write = lambda self, data: (real(self, data), self._file.flush(), die())
+            real = shards._Stream.write
+            shards._Stream.write = lambda self, data: (real(self, data), self._file.flush(), die())
         case "at the report":
             sharded.Written = die
-        case _:
-            shard_writer.ShardWriter._put = put
+        case "at .metadata":
+            shards.ShardWriter.finish = die
 
 
 def run(uri: str, *args: Any, **how: Any) -> tuple[GangFutures, Notes]:
@@ -135,7 +129,7 @@ def test_storage_that_fails_while_shards_are_written_or_committed_costs_a_line(
     proxy: FaultProxy, bucket: Callable[..., str], fault: Fault
 ) -> None:
     uri = bucket(endpoint=proxy.endpoint)
-    for key, times in ((".distcp", 4), (".metadata", 1), ("digests.json", 1), ("manifest.json", 1)):
+    for key, times in ((".distcp", 4), (".metadata", 1), ("manifest.json", 1)):
         proxy.fail(fault, key=key, times=times, methods=("PUT", "POST"))
     futures, notes = run(uri, 3)
     assert futures.result() == [[0, 6]] * 2
@@ -195,11 +189,11 @@ STATE = {str(number): torch.zeros(2) for number in range(100)}
 
 def write_slowly() -> None:
     """Have rank 1 take five seconds for a save of `STATE`."""
-    from flytekitplugins.daskpytorch.rank import shard_writer
+    from flytekitplugins.daskpytorch.rank import shards
 
     if current_rank().rank == 1:
-        write = shard_writer._save
-        shard_writer._save = lambda data, stream: (time.sleep(0.1), write(data, stream))
+        stream: Any = shards._Stream
+        shards._Stream = lambda file: (time.sleep(0.1), stream(file))[1]
 
 
 def save_and_leave(*, destroys: bool) -> None:

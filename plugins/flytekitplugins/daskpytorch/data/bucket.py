@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import random
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from flytekitplugins.daskpytorch.checks import CONTROL_CHARACTERS
-from flytekitplugins.daskpytorch.rank.quick_s3 import for_obstore, open_store, was_used_before_fork
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ STORAGE_OPTIONS = ("key", "secret", "token", "profile", "anon", "endpoint_url", 
 CREDENTIALS = (
     "Check the credentials: environment variables, profile, or the pod's role. anon=True reads a public bucket"
 )
+REFRESH = timedelta(minutes=6)
+"""Time after which obstore asks for temporary credentials again, as botocore renews them ten minutes ahead."""
 FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 5.0
 MD5 = re.compile(r"[0-9a-f]{32}")
@@ -172,15 +174,30 @@ class Bucket:
             return None
         with self._lock:
             if not self._is_ready:
-                if was_used_before_fork():
+                if _first_used_in not in (None, os.getpid()):
                     logger.warning(INHERITED)
                 else:
-                    silence = timedelta(seconds=self.access.timeout)  # the last one is that of a whole picture
-                    timeouts = {"connect_timeout": silence, "read_timeout": silence, "timeout": 10 * silence}
-                    found = None if self.access.anon else credentials(self._session)
-                    self._store = open_store(self.name, self._client, found, timeouts, num_retries=0)  # `read` retries
+                    self._store = self._opened()
                 self._is_ready = True
         return self._store
+
+    def _opened(self) -> Any:
+        from obstore.store import S3Store
+
+        global _first_used_in
+        _first_used_in = os.getpid()
+        silence = timedelta(seconds=self.access.timeout)
+        options: Any = {"allow_http": True, "connect_timeout": silence, "read_timeout": silence}
+        return S3Store(
+            self.name,
+            endpoint=self._client.meta.endpoint_url,
+            region=self._client.meta.region_name,
+            virtual_hosted_style_request=False,
+            skip_signature=self.access.anon,
+            credential_provider=None if self.access.anon else credentials(self._session),
+            client_options=options | {"timeout": 10 * silence},  # for a whole picture
+            retry_config={"max_retries": 0},  # `read` retries
+        )
 
     def _connected(self) -> Any:
         with self._lock:
@@ -311,12 +328,25 @@ class Access:
         return session.create_client("s3", endpoint_url=self.endpoint_url, region_name=region, config=config)
 
 
-def credentials(session: Any) -> Any:
-    found = session.get_credentials()
-    if found is None:
+_first_used_in: int | None = None
+"""Process in which the first store was opened. Forked processes inherit the value."""
+
+
+def credentials(session: Any) -> Callable[[], Any]:
+    source = session.get_credentials()
+    if source is None:
         raise PermissionError(f"there are no AWS credentials to sign requests with. {CREDENTIALS}")
 
-    return lambda: for_obstore(found.get_frozen_credentials())
+    def current() -> Any:
+        found = source.get_frozen_credentials()
+        return {
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
+            "expires_at": datetime.now(UTC) + REFRESH if found.token else None,
+        }
+
+    return current
 
 
 def split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Manifest of a gang's checkpoints in storage, and the retention policy: last and best. Runs in the driver.
 
-manifest.json: {"format": 3, "checkpoints": [...]}    the newest first, sharded ones after whole ones
+manifest.json: {"format": 4, "checkpoints": [...]}    the newest first, sharded ones after whole ones
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"
-FORMAT = 3
-"""Formats 1 and 2 were never released. Format 1 named no format."""
+FORMAT = 4
+"""Earlier formats were never released. Format 1 named no format."""
 MAX_READ_ATTEMPTS = 5
 E = TypeVar("E", CheckpointEntry, SavedCheckpoint)
 T = TypeVar("T")

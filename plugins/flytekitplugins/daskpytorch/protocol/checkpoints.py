@@ -30,7 +30,7 @@ class CheckpointEntry:
     size: int = 0
     """Bytes of the file, or of all ranks' objects together."""
     digest: str = ""
-    """SHA-256 of the file, or of `digests.json`."""
+    """SHA-256 of the file, or of `.metadata`."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
     is_evaluated: bool = field(default=False, compare=False)
     """`metrics` includes those of `Gang(evaluate=...)`."""
@@ -99,11 +99,9 @@ def take_file(pieces: Iterable[bytes], path: Path, what: str, digest: str | None
 
 
 METADATA = ".metadata"
-"""Object in which torch lists the tensors and values of a sharded checkpoint."""
-DIGESTS = "digests.json"
-"""Object with the sizes of the other objects, and the digests of what is in them."""
-OBJECT = re.compile(r"(__\d+_\d+\.distcp|digests\.json|\.metadata)(\.[0-9a-f]{32})?")
-"""Objects of a sharded checkpoint. The name of an unfinished one ends in 32 hexadecimal digits."""
+"""Object in which torch lists the tensors and values of a sharded checkpoint, with our digests."""
+OBJECT = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+"""Objects of a sharded checkpoint."""
 FOLDER = re.compile(r"step-(?:-?\d+)/(\d+)-(\d+)-(\w+)")
 """Its groups: the attempt's number, the save's number, and the driver's nonce."""
 

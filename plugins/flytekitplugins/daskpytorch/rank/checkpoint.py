@@ -276,9 +276,10 @@ def _refuse_sharded(state: Any) -> None:
 
 def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
     if not isinstance(tensor, sharded_classes()):
-        from flytekitplugins.daskpytorch.rank.shard_writer import META
-
-        return TypeError(f"the state to be saved has no values: {_name_in(state, tensor)} {META}.")
+        return TypeError(
+            f"the state to be saved has no values: {_name_in(state, tensor)} is a tensor on the meta device. Give it "
+            "values first: module.to_empty(device=...), then its initialisation or load_state_dict."
+        )
     return TypeError(
         f"the state to be saved is sharded: {_name_in(state, tensor)} is a {type(tensor).__name__} of shape "
         f"{tuple(tensor.shape)}, spread over the ranks, and of a state only rank 0's part is kept. Use "

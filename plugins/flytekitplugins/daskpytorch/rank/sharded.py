@@ -24,8 +24,7 @@ from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
-    from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
+    from flytekitplugins.daskpytorch.rank.shards import ShardReader, ShardWriter
 
 PATIENCE = timedelta(days=7)
 """Timeout of collectives in which a rank waits for the slowest write to storage."""
@@ -50,8 +49,6 @@ class ShardedCheckpoints:
         self._worker = Worker(name="sharded")
         self._files: Any = None
         self._num_saves = 0
-        self._copy: dict[str, Any] = {}
-        """Copy of the newest state, whose memory the next copy uses."""
         self._has_seen_place = sharding.token is None or Path(sharding.token).exists()
         """A folder that was seen once, and is away for a while, does not end the training."""
         self._writer: ShardWriter | None = None
@@ -83,7 +80,7 @@ class ShardedCheckpoints:
         Returns the step. Raises `OSError` if storage fails, `chosen` is damaged, or damaged checkpoints have changed
         the state, `ValueError` if the state does not fit.
         """
-        from flytekitplugins.daskpytorch.rank.shard_reader import ShardReader
+        from flytekitplugins.daskpytorch.rank.shards import ShardReader
 
         checkpoints, is_touched = self._sharding.start if chosen is None else (chosen,), False
         for checkpoint in checkpoints:
@@ -122,14 +119,14 @@ class ShardedCheckpoints:
     def _staged(self, state: Mapping[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.stateful import Stateful
 
-        from flytekitplugins.daskpytorch.rank.shard_writer import check_savable, copied_to_host
+        from flytekitplugins.daskpytorch.rank.shards import check_savable, copied_to_host
 
         self._check_place()
         self._files = current_execution().filesystem(self._sharding.base)  # an error here reaches all ranks
         plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
-        check_savable(plain)
-        self._copy = copied_to_host(plain, self._copy)
-        return self._copy
+        staged: dict[str, Any] = copied_to_host(plain)
+        check_savable(staged)
+        return staged
 
     def _own_group(self) -> ProcessGroup | None:
         """All ranks together make a new group for each default group.
@@ -147,7 +144,7 @@ class ShardedCheckpoints:
         return self._group
 
     def _check_place(self) -> None:
-        from flytekitplugins.daskpytorch.rank.shard_writer import RETRY_AFTER
+        from flytekitplugins.daskpytorch.rank.shards import RETRY_AFTER
 
         token = self._sharding.token
         if token is None or self._has_seen_place:
@@ -174,7 +171,7 @@ class ShardedCheckpoints:
     ) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        from flytekitplugins.daskpytorch.rank.shard_writer import ShardWriter
+        from flytekitplugins.daskpytorch.rank.shards import ShardWriter
 
         base, name = self._sharding.base, folder_name(self._attempt, self._sharding.nonce, step, number)
         self._writer = writer = ShardWriter(self._files, f"{base}/{name}", moved=self._moved)
@@ -207,7 +204,7 @@ class ShardedCheckpoints:
         return (found[0][1], f"{found[0][1]} (rank {found[0][0]})") if found else None
 
     def _heed(self, checkpoint: CheckpointEntry, problem: BaseException, text: str) -> None:
-        from flytekitplugins.daskpytorch.rank.shard_reader import DamagedError
+        from flytekitplugins.daskpytorch.rank.shards import DamagedError
 
         where = f"the sharded checkpoint of step {checkpoint.step} at {checkpoint.uri}"
         if isinstance(problem, DamagedError):
@@ -230,7 +227,7 @@ def _read(reader: ShardReader, state: dict[str, Any]) -> tuple[BaseException, st
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from flytekitplugins.daskpytorch.rank.shard_reader import Planner
+    from flytekitplugins.daskpytorch.rank.shards import Planner
 
     try:
         load(state, storage_reader=reader, planner=Planner())
