@@ -105,3 +105,32 @@ def test_held_rank_leaves_the_prompt_without_another_exception(tmp_path: Path, t
     )
     assert ran.returncode == 0, ran
     assert expected in ran.stdout, ran
+
+
+LOADER = """
+    import bdb
+    import os
+    import pdb
+    import sys
+    from types import SimpleNamespace
+
+    from flytekitplugins.daskpytorch.rank.debugger import Prompt, watch_pdb
+
+    job = SimpleNamespace(gang="train-1", settings=SimpleNamespace(attach_timeout=60.0))
+    order = SimpleNamespace(place=SimpleNamespace(rank=0), scratch=sys.argv[1], job=job)
+    watch_pdb(Prompt(order, print))
+    if (child := os.fork()) == 0:
+        try:
+            pdb.set_trace()
+            print("went on")
+        except bdb.BdbQuit:
+            os._exit(7)
+    print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_debugger_in_a_loaders_worker_quits(tmp_path: Path) -> None:
+    (tmp_path / "agent").mkdir(mode=0o700)
+    words = [sys.executable, "-c", textwrap.dedent(LOADER), str(tmp_path / "agent")]
+    ran = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=40)
+    assert ran.stdout.splitlines()[-1] == "exit code 7"
