@@ -154,15 +154,8 @@ def test_what_is_torn_is_passed_over(tmp_path: Path, file: str, capsys: pytest.C
     assert f"{torn} is cut short" in capsys.readouterr().err
 
 
-def test_storage_that_fails_is_tried_again_and_harms_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_AFTER", (0.0, 0.0))
+def test_storage_that_fails_harms_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, said = SweepStorage(str(tmp_path), "grid"), []
-    failures = [OSError("full"), OSError("full")]
-    write = storage.files.write
-    monkeypatch.setattr(storage.files, "write", lambda *args: _raise(failures.pop()) if failures else write(*args))
-    model_of(storage, 0, 1).note_end("a result", None, said.append)
-    assert len(said) == 2
-    assert storage.open(train, [1])[0].result == "a result"
     monkeypatch.setattr(storage.files, "write", lambda *_: _raise(OSError("full")))
     model_of(storage, 1, 1).note_end("a result", None, said.append)
     assert said[-1].endswith("(OSError: full); a repeated call trains it again")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_exec
 from flytekitplugins.daskpytorch.records import LogRecord
 
 CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
-RETRY_AFTER = (1.0, 2.0, 4.0)
 NUM_READERS = 16
 MAX_COMPARED = 1 << 16
 """Bytes of a pickled argument of a partial function. A repeated `dispatch.map` does not compare larger arguments."""
@@ -123,18 +121,13 @@ class ModelStorage:
         self.files.write(f"{self.folder}/{BEGUN}", _pickled(self.about()))
 
     def note_end(self, result: Any, stopped: StoppedEarlyError | None, say: Callable[[str], None]) -> None:
-        """Write the model's result or early stopping. Failures are retried and reported by `say`."""
+        """Write the model's result or early stopping, and report a failure by `say`."""
         outcome = {**self.about(), "result": result, "stopped": stopped}
-        for wait_for in (*RETRY_AFTER, None):
-            try:
-                self.files.write(f"{self.folder}/{OUTCOME}", _pickled(outcome))
-            except Exception as error:  # a store's client and the pickling of a result may raise anything
-                again = f"trying again in {wait_for:g} s" if wait_for is not None else "a repeated call trains it again"
-                failed = f"the model's outcome could not be written to {self.folder}"
-                say(f"{failed} ({type(error).__name__}: {error}); {again}")
-                time.sleep(wait_for or 0.0)
-            else:
-                return
+        try:
+            self.files.write(f"{self.folder}/{OUTCOME}", _pickled(outcome))
+        except Exception as error:  # a store's client and the pickling of a result may raise anything
+            failed = f"the model's outcome could not be written to {self.folder}"
+            say(f"{failed} ({type(error).__name__}: {error}); a repeated call trains it again")
 
 
 def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, KeptModel]]:
