@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Any
 
 import dask
@@ -15,15 +14,12 @@ from dask.system import cpu_count
 from distributed import Client, LocalCluster, Worker
 from distributed.comm import connect
 from distributed.security import Security
-from distributed.utils import format_dashboard_link
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, is_local
 
-DASHBOARD_VARIABLE = "DASKPYTORCH_DASHBOARD"
-"""With `1`, the Dask cluster of a local run has a dashboard."""
 LOOPBACK = "127.0.0.1"
 POLL_INTERVAL = 0.1
 CONNECT_TIMEOUT = 10.0
@@ -77,8 +73,7 @@ def opened(
             client = stack.enter_context(_connected(address, place, deadline))
         least = min_workers or num_workers
         scheduler = _wait_for_workers(client, place, num_workers, least, deadline, start_timeout)
-        has_dashboard = _wants_dashboard() if is_local() else client.dashboard_link
-        if has_dashboard and "dashboard" in scheduler.get("services", {}):
+        if not is_local() and client.dashboard_link and "dashboard" in scheduler.get("services", {}):
             say(f"Dask dashboard: {client.dashboard_link}", logging.INFO)
         _clients.append(client)
         stack.callback(_clients.remove, client)
@@ -117,30 +112,22 @@ def identity(client: Client, seconds: float) -> Mapping[str, Any]:
     return found
 
 
-class _LocalCluster(LocalCluster):  # type: ignore[misc]
-    @property
-    def dashboard_link(self) -> str:
-        """URL on the loopback interface. Dask's own property has the machine's network address."""
-        return str(format_dashboard_link(LOOPBACK, self.scheduler.http_server.port))
-
-
 @contextlib.contextmanager
 def _local_client(num_workers: int) -> Iterator[Client]:
-    dashboard = _wants_dashboard()
     # Dask's profiler and tick take a tenth of a core from the ranks. Pods have the same settings (see `task`).
     quiet = {
         "distributed.admin.tick.interval": "1s",
         "distributed.diagnostics.nvml": False,
-        "distributed.worker.profile.enabled": dashboard,
+        "distributed.worker.profile.enabled": False,
     }
     with dask.config.set(_unless_set(quiet)):
-        local = _LocalCluster(
+        local = LocalCluster(
             n_workers=num_workers,
             threads_per_worker=max(1, cpu_count() // num_workers),
             processes=False,
             memory_limit=0,  # the workers share this process, and each would count all its memory
             dashboard_address=f"{LOOPBACK}:0",  # the HTTP server always starts, and the default port may be taken
-            scheduler_kwargs={"dashboard": dashboard},
+            scheduler_kwargs={"dashboard": False},
             worker_class=_local_worker,
         )
     with local, Client(local) as client:
@@ -150,10 +137,6 @@ def _local_client(num_workers: int) -> Iterator[Client]:
 def _local_worker(*args: Any, **options: Any) -> Worker:
     """Make the HTTP server, which always starts, listen on the loopback interface only."""
     return Worker(*args, **options | {"dashboard_address": f"{LOOPBACK}:0", "dashboard": False})
-
-
-def _wants_dashboard() -> bool:
-    return os.environ.get(DASHBOARD_VARIABLE, "") not in ("", "0") and find_spec("bokeh") is not None
 
 
 def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
