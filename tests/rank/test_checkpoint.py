@@ -188,9 +188,9 @@ def test_state_that_cannot_be_pickled_is_refused_with_advice(rank: Rank, state: 
     assert not list(rank.folder.iterdir())
 
 
-def test_tensor_without_values_is_refused_by_its_name_with_advice(rank: Rank) -> None:
+def test_tensor_without_values_is_refused_with_advice(rank: Rank) -> None:
     state = {"model": {"w": torch.ones(2), "b": torch.ones(2, device="meta")}}
-    with pytest.raises(TypeError, match=r"state\['model'\]\['b'\] is a tensor on the meta device.*to_empty\("):
+    with pytest.raises(TypeError, match=r"a tensor of shape \(2,\) on the meta device.*to_empty\("):
         rank.checkpoint().save(state, 1)
     assert not list(rank.folder.iterdir())
 
@@ -212,34 +212,29 @@ class Averages:
     weights: list[Any]
 
 
-def sharded_states(part: Any) -> dict[str, tuple[Any, str]]:
-    """States with a sharded tensor somewhere, and what it is called there."""
+def sharded_states(part: Any) -> dict[str, Any]:
+    """States with a sharded tensor somewhere."""
     weights = torch.nn.Parameter(part)
     optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
     weights.sum().backward()
     optimizer.step()
     plain = torch.zeros(3)
     return {
-        "alone": (part, "state"),
-        "parameter": ({"model": {"a": plain, "layer.weight": weights}}, r"state\['model'\]\['layer.weight'\]"),
-        "list": ([plain, (plain, part)], r"state\[1\]\[1\]"),
-        "dataclass": ({"averages": Averages([plain, part])}, r"state\['averages'\]\.weights\[1\]"),
-        "optimizer": (
-            {"optimizer": optimizer.state_dict()},
-            r"state\['optimizer'\]\['state'\]\[0\]\['momentum_buffer'\]",
-        ),
-        "unnamed": (deque([part]), "something in it"),
+        "alone": part,
+        "parameter": {"model": {"a": plain, "layer.weight": weights}},
+        "list": [plain, (plain, part)],
+        "dataclass": {"averages": Averages([plain, part])},
+        "optimizer": {"optimizer": optimizer.state_dict()},
+        "deque": deque([part]),
     }
 
 
-@pytest.mark.parametrize("kind", ["alone", "parameter", "list", "dataclass", "optimizer", "unnamed"])
+@pytest.mark.parametrize("kind", ["alone", "parameter", "list", "dataclass", "optimizer", "deque"])
 @pytest.mark.parametrize("is_main", [True, False])
 def test_sharded_state_is_refused_by_every_rank(rank: Rank, mesh: DeviceMesh, kind: str, is_main: bool) -> None:
-    state, name = sharded_states(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))[kind]
+    state = sharded_states(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))[kind]
     checkpoint = rank.checkpoint(is_main=is_main)
-    with pytest.raises(
-        TypeError, match=rf"is sharded: {name} is a \w+ of shape \(4, 2\), .*save_sharded\(state, step\)"
-    ):
+    with pytest.raises(TypeError, match=r"is sharded: it has a \w+ of shape \(4, 2\), .*save_sharded\(state, step\)"):
         checkpoint.save(state, 1)
     checkpoint.flush()
     assert not list(rank.folder.iterdir())
@@ -249,7 +244,7 @@ def test_sharded_state_is_refused_by_every_rank(rank: Rank, mesh: DeviceMesh, ki
 def test_sharded_tensor_of_fsdp1_is_refused(rank: Rank, mesh: DeviceMesh) -> None:
     spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[arg-type]
     for is_main in (True, False):
-        with pytest.raises(TypeError, match=r"state\['w'\] is a ShardedTensor of shape \(4, 2\)"):
+        with pytest.raises(TypeError, match=r"it has a ShardedTensor of shape \(4, 2\)"):
             rank.checkpoint(is_main=is_main).save({"w": sharded_tensor.zeros(spec, 4, 2)}, 1)
     with pytest.raises(TypeError, match="a ShardedTensor belongs to all ranks together"):
         unwrapped([sharded_tensor.zeros(spec, 4, 2)])

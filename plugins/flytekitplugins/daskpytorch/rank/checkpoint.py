@@ -10,10 +10,8 @@ import io
 import os
 import pickle
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Checkpoint
@@ -253,7 +251,7 @@ def copy_of(state: Any) -> Any:
         buffer.seek(0)
         return _Restorer(buffer, copier.copies).load()
     except _RefusedError as found:
-        raise _refusal(state, found.tensor) from None
+        raise _refusal(found.tensor) from None
     except Exception as error:
         raise TypeError(
             f"the state to be saved cannot be pickled: {error}. Save tensors and plain data, such as state_dict() of "
@@ -269,45 +267,26 @@ def _refuse_sharded(state: Any) -> None:
         with Path(os.devnull).open("wb") as nowhere:
             _Copier(nowhere, only_looks=True).dump(state)
     except _RefusedError as found:
-        raise _refusal(state, found.tensor) from None
+        raise _refusal(found.tensor) from None
     except Exception:  # noqa: S110 - whatever does not pickle here concerns nobody
         pass
 
 
-def _refusal(state: Any, tensor: torch.Tensor) -> TypeError:
+def _refusal(tensor: torch.Tensor) -> TypeError:
     if not isinstance(tensor, sharded_classes()):
         return TypeError(
-            f"the state to be saved has no values: {_name_in(state, tensor)} is a tensor on the meta device. Give it "
-            "values first: module.to_empty(device=...), then its initialisation or load_state_dict."
+            f"the state to be saved has a tensor of shape {tuple(tensor.shape)} on the meta device, without values. "
+            "Give it values first: module.to_empty(device=...), then its initialisation or load_state_dict."
         )
     return TypeError(
-        f"the state to be saved is sharded: {_name_in(state, tensor)} is a {type(tensor).__name__} of shape "
-        f"{tuple(tensor.shape)}, spread over the ranks, and of a state only rank 0's part is kept. Use "
+        f"the state to be saved is sharded: it has a {type(tensor).__name__} of shape {tuple(tensor.shape)}, spread "
+        "over the ranks, and of a state only rank 0's part is kept. Use "
         "checkpoint.save_sharded(state, step) and load_sharded(state), by which each rank keeps its own part. Or, if "
         "it fits one process, gather it before, on all ranks, and save that: get_state_dict(model, optimizer, "
         "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint.state_dict "
         "for a model and its optimizer (after load, set_state_dict with the same options spreads it again), "
         "full_tensor() for a single DTensor."
     )
-
-
-def _name_in(state: Any, wanted: object) -> str:
-    """For example `state['model'].weight`."""
-    waiting, seen = deque([("state", state)]), set()
-    while waiting:
-        name, obj = waiting.popleft()
-        if obj is wanted:
-            return name
-        if id(obj) in seen or isinstance(obj, (type, ModuleType)):
-            continue
-        seen.add(id(obj))
-        if isinstance(obj, dict):
-            waiting.extend((f"{name}[{key!r}]", value) for key, value in obj.items())
-        elif isinstance(obj, (list, tuple)):
-            waiting.extend((f"{name}[{index}]", value) for index, value in enumerate(obj))
-        else:
-            waiting.extend((f"{name}.{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
-    return "something in it"
 
 
 def _place_of(tensor: torch.Tensor) -> object:
