@@ -239,9 +239,6 @@ def test_an_empty_variable_keeps_nothing(
         assert local_run.get() is None
     assert not root.exists()
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv("DASKPYTORCH_RESUME", "1")
-    with begun("flows.train"):
-        assert "DASKPYTORCH_RESUME=1 has no effect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("why", ["no folder", "no home"])

@@ -52,22 +52,25 @@ class Problems:
     def __init__(self, owner: str, values: object, rules: Mapping[str, Rule] | None = None) -> None:
         self._owner = owner
         self._values = values
-        self._found: list[str] = []
+        self.found: list[str] = []
         for name, rule in (rules or {}).items():
             self.check(name, rule)
 
     def check(self, name: str, rule: Rule) -> None:
-        value = attrgetter(name)(self._values)
+        try:
+            value = attrgetter(name)(self._values)
+        except AttributeError:  # of a nested value that its own rule refuses, or that is None
+            return
         if (allowed := rule(value)) is not None:
-            self._found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
+            self.found.append(f"{self._owner}({name}={shown(value)}): must be {allowed}")
 
     def unless(self, ok: bool, name: str, allowed: str) -> None:
         """Note a problem with the attribute `name` unless `ok`, for conditions that involve several values."""
         self.check(name, must_be(allowed, lambda _: ok))
 
     def raise_any(self) -> None:
-        if self._found:
-            raise ValueError("; ".join(self._found))
+        if self.found:
+            raise ValueError("; ".join(self.found))
 
 
 def shown(value: object) -> str:

@@ -104,9 +104,8 @@ def run(
         >>> dispatch.run(client, train, epochs=5).result()
         [15.0, 15.0]
     """
-    problems = Problems("dispatch.run", SimpleNamespace(**locals()), RULES_OF_RUN)
-    _check_without_client(problems, client, gang)
-    problems.raise_any()
+    rules = RULES_OF_RUN if client is not None else RULES_OF_RUN | RULES_WITHOUT_CLIENT
+    Problems("dispatch.run", SimpleNamespace(**locals()), rules).raise_any()
     function, args = as_script(pytorch_function, args)
     own = {"local_rank": 0} if pass_local_rank else {}
     check_function(function)
@@ -165,15 +164,13 @@ def gang(
         ...     print(gang.call(total, values).result())
         [30.0, 30.0]
     """
-    problems = Problems("dispatch.gang", SimpleNamespace(**locals()), RULES_OF_GANG)
+    rules = RULES_OF_GANG if client is not None else RULES_WITHOUT_CLIENT | RULES_OF_GANG
+    problems = Problems("dispatch.gang", SimpleNamespace(**locals()), rules)
     settings = replace(gang or Gang(), max_restarts=0) if isinstance(gang, Gang | None) else Gang()
     problems.unless(client is None or nproc is None, "nproc", "None with a client: see Gang(ranks_per_worker=...)")
     has_number = settings.ranks_per_worker != "auto"
     problems.unless(nproc is None or not has_number, "nproc", "None with Gang(ranks_per_worker=...)")
-    if isinstance(gang, Gang):
-        problems.check("gang.evaluate", checks.left_out("; a call of the gang can evaluate, too"))
     problems.unless(not is_debugging(settings), "gang", "without debug mode, in which dispatch.run calls functions")
-    _check_without_client(problems, client, gang)
     problems.raise_any()
     if nproc is not None:
         settings = replace(settings, ranks_per_worker=num_ranks_here(nproc, settings.backend))
@@ -281,9 +278,6 @@ def map(  # noqa: A001
         {'lr': 0.3}
     """
     problems = Problems("dispatch.map", SimpleNamespace(**locals()), RULES_OF_MAP)
-    if isinstance(gang, Gang):
-        problems.check("gang.workers", checks.left_out("; dispatch.map(workers=...) is the number"))
-        problems.check("gang.evaluate", checks.left_out("; evaluate a model in its own function, or after the sweep"))
     problems.unless(name is None or storage is not None, "name", "None without storage")
     if _is_grouped(experiments):
         from flytekitplugins.daskpytorch.sweep import keys
@@ -310,12 +304,6 @@ def map(  # noqa: A001
         storage=None if storage is None else SweepStorage(storage, name or key_of(pytorch_function)),
     )
     return train_all(sweep)
-
-
-def _check_without_client(problems: Problems, client: Client | None, gang: Gang | None) -> None:
-    if client is None and isinstance(gang, Gang):
-        for name, rule in rules_of_own_node("ranks_per_worker").items():
-            problems.check(name, rule)
 
 
 def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack) -> tuple[AgentLauncher, Gang]:
@@ -357,12 +345,16 @@ RULES = {
     "gang": checks.optional(checks.instance_of(Gang)),
 }
 RULES_OF_RUN = RULES | {"pass_local_rank": checks.BOOLEAN, "client": checks.optional(CLIENT)}
+RULES_WITHOUT_CLIENT = rules_of_own_node("ranks_per_worker")
 RULES_OF_GANG = {
     "client": checks.optional(CLIENT),
     "gang": RULES["gang"],
+    "gang.evaluate": checks.left_out("; a call of the gang can evaluate, too"),
     "nproc": checks.optional(checks.auto_or(checks.COUNT)),
 }
 RULES_OF_MAP = RULES | {
+    "gang.workers": checks.left_out("; dispatch.map(workers=...) is the number"),
+    "gang.evaluate": checks.left_out("; evaluate a model in its own function, or after the sweep"),
     "experiments": checks.must_be("a list or another iterable that has an order", _is_ordered),
     "stop_early": checks.optional(checks.instance_of(EarlyStopping)),
     "wandb": checks.optional(checks.instance_of(Wandb)),

@@ -372,8 +372,7 @@ class Gang:
             "observers": checks.tuple_of("classes of observers, or of functions that make one", callable),
         }
         problems = checks.Problems("Gang", self, rules)
-        are_valid = all(rules[name](getattr(self, name)) is None for name in ("workers", "min_workers", "evaluate"))
-        if are_valid and self.workers is not None:
+        if not problems.found and self.workers is not None:
             check_workers(problems, self.evaluate, self.min_workers, self.workers, "workers")
         problems.raise_any()
         object.__setattr__(self, "environment", dict(self.environment))  # a copy: pickle refuses `os.environ`

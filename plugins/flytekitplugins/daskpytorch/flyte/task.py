@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -291,7 +290,6 @@ def _retried_by_the_mapped() -> Iterator[None]:
 
 # ---- Configs of tasks
 
-SINGLE = "a flytekit.Resources without pairs of request and limit, which have fields of their own"
 NUM_GPUS = re.compile(r"[0-9]{1,6}")
 
 
@@ -306,11 +304,9 @@ class _WithPods(config.OnDask):
 
     def _rules_of_pods(self) -> dict[str, Rule]:
         rules = super()._rules_of_pods()
+        is_number = checks.must_be("a whole number", lambda gpus: NUM_GPUS.fullmatch(str(gpus)) is not None)
         for name in ("scheduler.requests", "scheduler.limits", "workers.requests", "workers.limits"):
-            rules[name] = checks.optional(checks.must_be(SINGLE, _has_no_pairs))
-            if isinstance(attrgetter(name)(self), Resources):
-                is_number = checks.must_be("a whole number", lambda gpus: NUM_GPUS.fullmatch(str(gpus)) is not None)
-                rules[f"{name}.gpu"] = checks.optional(is_number)
+            rules |= {name: checks.optional(checks.instance_of(Resources)), f"{name}.gpu": checks.optional(is_number)}
         return rules
 
     @property
@@ -393,11 +389,6 @@ class DaskCluster(_WithPods, config.Cluster):
         >>> sweep(rates=[0.1, 0.3])
         0.0
     """
-
-
-def _has_no_pairs(resources: object) -> bool:
-    is_one = isinstance(resources, Resources)
-    return is_one and not any(isinstance(each, (list, tuple)) for each in vars(resources).values())
 
 
 HOST.add(DaskDDP, DaskDDPTask)

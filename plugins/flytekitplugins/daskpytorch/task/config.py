@@ -76,9 +76,6 @@ class Config(metaclass=ConfigClass):
             if base in host.task_types:
                 host.add(cls, host.task_types[base])
 
-    def _check_kinds(self, kinds: Mapping[str, Rule]) -> None:
-        Problems(type(self).__name__, self, kinds).raise_any()
-
 
 class OnDask(Config):
     """Base of configs with a Dask cluster. Subclasses declare `scheduler` and `workers`."""
@@ -93,12 +90,10 @@ class OnDask(Config):
         """Number of Dask workers. 1 if the config does not set a number."""
         return int(self.workers.number_of_workers or 1)
 
-    def _kinds(self) -> dict[str, Rule]:
-        return {name: checks.instance_of(kind) for name, kind in self.KINDS.items()}
-
     def _rules_of_pods(self) -> dict[str, Rule]:
+        kinds = {name: checks.instance_of(kind) for name, kind in self.KINDS.items()}
         image = checks.optional(checks.text())
-        return {"workers.number_of_workers": checks.COUNT, "workers.image": image, "scheduler.image": image}
+        return {**kinds, "workers.number_of_workers": checks.COUNT, "workers.image": image, "scheduler.image": image}
 
     @property
     def num_gpus(self) -> int:
@@ -115,10 +110,9 @@ class GangOnDask(OnDask):
     """Settings of the gang's Weights & Biases run. None: no run."""
 
     def __post_init__(self) -> None:
-        self._check_kinds(self._kinds() | OF_GANGS)
         own = {"gang.workers": checks.left_out("; workers.number_of_workers is the number")}
-        problems = Problems(type(self).__name__, self, self._rules_of_pods() | own)
-        if checks.COUNT(self.workers.number_of_workers) is None:
+        problems = Problems(type(self).__name__, self, self._rules_of_pods() | OF_GANGS | own)
+        if not problems.found:
             number, name = self.workers.number_of_workers, "workers.number_of_workers"
             check_workers(problems, self.gang.evaluate, self.gang.min_workers, number, name, "gang.")
         problems.raise_any()
@@ -137,12 +131,11 @@ class GangOnOwnNode(Config):
     """Settings of the gang's Weights & Biases run. None: no run."""
 
     def __post_init__(self) -> None:
-        rules = {
+        rules = OF_GANGS | {
             "nproc": checks.auto_or(checks.COUNT),
             "gang.ranks_per_worker": checks.must_be("left out; nproc is the number of ranks", checks.is_auto),
             **rules_of_own_node("nproc"),
         }
-        self._check_kinds(OF_GANGS)
         Problems(type(self).__name__, self, rules).raise_any()
 
 
@@ -154,7 +147,6 @@ class Cluster(OnDask):
     """Timeout, in seconds, for the scheduler to answer and all workers to arrive."""
 
     def __post_init__(self) -> None:
-        self._check_kinds(self._kinds())
         rules = self._rules_of_pods() | {"start_timeout": checks.SECONDS}
         Problems(type(self).__name__, self, rules).raise_any()
 

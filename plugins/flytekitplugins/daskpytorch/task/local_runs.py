@@ -103,32 +103,26 @@ def begin(task: str) -> LocalRun | None:
     Raises `ValueError` if `DASKPYTORCH_RESUME` names no run's folder, and `PermissionError` if another user owns or can
     write to it.
     """
-    asked = asked_run()
     if os.environ.get(FOLDER_VARIABLE) == "":
-        if asked:
-            _say(task, f"{RESUME_VARIABLE}={asked} has no effect, since {FOLDER_VARIABLE} is set to nothing")
         return None
+    asked = os.environ.get(RESUME_VARIABLE, "")
+    is_asked = asked not in ("", "0")
     try:
         runs = local_runs_folder() / task
         make_private(runs)
-        previous = _asked_folder(runs, asked) if asked else None
+        previous = _asked_folder(runs, asked) if is_asked else None
     except (OSError, RuntimeError) as error:  # there may be no home
-        if asked:
+        if is_asked:
             raise
         _say(task, f"checkpoints are not kept beyond this run ({error}); {FOLDER_VARIABLE} names another folder")
         return None
-    if asked:
+    if is_asked:
         found = f"going on from the run in {previous}"
         none = f"no run in {runs} has left a checkpoint: starting afresh"
         _say(task, f"{RESUME_VARIABLE} is set: {found if previous is not None else none}")
     with contextlib.suppress(OSError):  # another process may remove runs, too
         clean(runs, previous)
     return LocalRun(runs, previous)
-
-
-def asked_run() -> str | None:
-    asked = os.environ.get(RESUME_VARIABLE, "")
-    return None if asked in ("", "0") else asked
 
 
 def _asked_folder(runs_of_task: Path, asked: str) -> Path | None:

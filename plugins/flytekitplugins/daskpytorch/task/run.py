@@ -27,7 +27,6 @@ from flytekitplugins.daskpytorch.driver.storage import call_of, keys, storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.signals import is_interactive
-from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import function_of, key_of
@@ -149,11 +148,6 @@ class Run:
         self._local = local_runs.begin(place_of(function, self.key, settings.key)) if keeps_locally else None
         paths = self._local.paths(GANG) if self._local is not None else None
         self.storage = storage_of(execution, self.key, settings, paths)
-        if self.storage is None and not self._is_alone and (asked := local_runs.asked_run()):
-            say(
-                f"{local_runs.RESUME_VARIABLE}={asked} has no effect on dispatch.run in a task of this kind, which "
-                "keeps no checkpoints. Give Gang(checkpoint_uri=...), or use task_config=DaskCluster(...)"
-            )
 
     def start(self, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
         return RunFutures(self, self.supervised(request, launcher), num_ranks)
