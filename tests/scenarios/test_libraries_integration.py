@@ -273,16 +273,6 @@ def test_a_training_that_is_told_to_end_keeps_its_state_and_returns(
     assert ends == {str(stopped.kept[-1])}
 
 
-def test_evaluations_that_a_program_asks_for_count_as_such(worker: Client, tmp_path: Path) -> None:
-    pytest.importorskip("transformers") if find_spec("transformers") is None else None
-    asked = dispatch.run(worker, library_trainings.evaluations_by_transformers, str(tmp_path), gang=TWO_RANKS)
-    evaluated, predicted, rested = asked.result()[0]
-    at_least = 3 * library_trainings.SECONDS_A_BATCH  # of four batches each all but the first
-    assert evaluated >= at_least
-    assert predicted - evaluated >= at_least
-    assert rested == pytest.approx(predicted, abs=0.8 * library_trainings.SECONDS_A_BATCH)  # the rest took all of it
-
-
 # ---- What the driver made
 
 

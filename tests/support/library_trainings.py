@@ -19,7 +19,6 @@ from processes import until
 
 NUM_SAMPLES = 16
 """Four steps to an epoch, with two ranks and batches of two."""
-SECONDS_A_BATCH = 0.05
 
 
 def break_when_due(folder: str, step: int, breaks_at: int | None) -> None:
@@ -159,31 +158,6 @@ def by_transformers(folder: str, breaks_at: int | None = None, epochs: int = 3) 
     Path(folder, f"ended-{current_rank().rank}").write_text(str(trainer.state.global_step))
     note_metrics(folder)
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def evaluations_by_transformers(folder: str) -> list[float]:
-    """Seconds of evaluation after `evaluate`, after `predict`, and after a rest; a batch takes `SECONDS_A_BATCH`."""
-    from transformers import Trainer, TrainingArguments
-
-    from flytekitplugins.daskpytorch.transformers import GangCallback
-
-    class Slow(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1))
-
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            time.sleep(SECONDS_A_BATCH)
-            return {"loss": self.weight.sum(), "logits": torch.zeros(len(input_ids), 1)}
-
-    arguments = TrainingArguments(folder, per_device_eval_batch_size=2, report_to="none", disable_tqdm=True)
-    texts = library_examples.texts(NUM_SAMPLES)
-    trainer = Trainer(Slow(), arguments, eval_dataset=texts, callbacks=[GangCallback()])
-    seconds = []
-    for work in (trainer.evaluate, lambda: trainer.predict(texts), lambda: time.sleep(SECONDS_A_BATCH)):
-        work()
-        seconds.append(current_rank().goodput().evaluation)
-    return seconds
 
 
 def loader(**options: Any) -> torch.utils.data.DataLoader[Any]:

@@ -33,8 +33,8 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
     go to `current_rank().checkpoint`, too, as often as `save_strategy` says, with the random generators of all ranks.
     When the gang stops, the Trainer saves once more and returns.
 
-    Evaluations count as `Goodput.evaluation`. `trainer.evaluate()` and `trainer.predict()` count from their second
-    batch on.
+    Evaluations during the training count as `Goodput.evaluation`. Put your own calls of `trainer.evaluate()` and
+    `trainer.predict()` into `with current_rank().evaluating():`.
 
     A checkpoint that follows an evaluation has the evaluation's numbers, such as `eval_loss`, as metrics, by which
     `Gang(keep=Keep(best=..., metric=...))` keeps the best.
@@ -54,7 +54,6 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        self._is_evaluating = False
         self._evaluating = contextlib.ExitStack()
 
     @cached_property
@@ -82,20 +81,6 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         """If an evaluation follows the epoch, begin to count time as `Goodput.evaluation`."""
         self._note_evaluation(control)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Count a direct call of `evaluate` or `predict` as evaluation from its second batch on.
-
-        The Trainer calls no callback at the beginning of these methods.
-        """
-        if not self._is_evaluating:
-            self._begin_evaluation()
-
-    def on_predict(self, *args: Any, **kwargs: Any) -> None:
-        """End the time that counts as evaluation, at the end of `trainer.predict`."""
-        self._end_evaluation()
-
     def on_evaluate(
         self,
         args: TrainingArguments,
@@ -105,7 +90,7 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Keep the evaluation's metrics, which a checkpoint of the same step gets."""
-        self._end_evaluation()
+        self._evaluating.close()
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = state.global_step, numbers
 
@@ -129,14 +114,6 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
 
     def _note_evaluation(self, control: TrainerControl) -> None:
         """Begin to count time as evaluation if the Trainer evaluates next. No callback marks its beginning."""
-        self._end_evaluation()
-        if control.should_evaluate:
-            self._begin_evaluation()
-
-    def _begin_evaluation(self) -> None:
-        self._is_evaluating = True
-        self._evaluating.enter_context(current_rank().evaluating())
-
-    def _end_evaluation(self) -> None:
-        self._is_evaluating = False
         self._evaluating.close()
+        if control.should_evaluate:
+            self._evaluating.enter_context(current_rank().evaluating())
