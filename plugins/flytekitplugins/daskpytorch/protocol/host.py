@@ -27,8 +27,7 @@ class StoragePaths:
     is_claimed: bool = False
     """Two gangs at the same time may get the same folder."""
     prepare: Callable[[], object] = lambda: None
-    """Called by the driver before each write of a whole checkpoint or the manifest. Local runs make room for the
-    checkpoint, and models of a sweep store their records."""
+    """Called by the driver before each write of a whole checkpoint or the manifest. A sweep's models store records."""
     resume: str | None = None
     """How the user goes on from these checkpoints, or None if the host goes on by itself."""
     shards: str | None = None
