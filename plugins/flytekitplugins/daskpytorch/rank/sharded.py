@@ -91,19 +91,14 @@ class ShardedCheckpoints:
             if problem is None:
                 return checkpoint.step
             self._heed(checkpoint, *problem)
-        if is_touched:
+        steps = ", ".join(str(each.step) for each in checkpoints)
+        if is_touched or chosen is not None:
+            changed = ", and reading them has changed the state" if is_touched else ""
             raise OSError(
-                f"the sharded checkpoints of steps {', '.join(str(each.step) for each in checkpoints)} are damaged, "
-                "and reading them has changed the state. Rank 0's log names the damaged files. Delete these "
-                "checkpoints to start afresh."
-            )
-        if chosen is not None:
-            raise OSError(
-                f"the sharded checkpoint of step {chosen.step} is damaged; rank 0's log says how. Load another step of "
-                "those in checkpoint.list()"
+                f"the sharded checkpoints of steps {steps} are damaged{changed}. Rank 0's log names the damaged files. "
+                "Load another step of those in checkpoint.list(), or delete these checkpoints to start afresh."
             )
         if checkpoints:
-            steps = ", ".join(str(each.step) for each in checkpoints)
             self._say(f"no sharded checkpoint is whole (steps {steps}); the training starts afresh")
         return None
 
