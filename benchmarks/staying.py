@@ -2,8 +2,9 @@
 
 A schedule has up to three calls that leave the gang alive, and then one fault that ends the gang or its driver:
 
-    returns, raises, SIGINT      all ranks return, one rank raises, or Ctrl-C ends the call: the gang goes on
+    returns, raises              all ranks return, or one rank raises: the gang goes on
     leaves                       one rank raises while the others wait for that rank in a collective
+    SIGINT                       Ctrl-C in a call
     rank, worker, driver         SIGKILL, in a call or between two calls
 
 Each rank keeps a total, to which each call adds its number over all ranks. Each call must return the exact totals, or
@@ -24,8 +25,8 @@ from running import Program, is_running, kill, until, worker_below, worker_of
 from schedules import Stage, Watched, census_of, check_what_is_left, settled
 from verdicts import GRACE_AFTER_DRIVER, Story
 
-HARMLESS = ("returns", "raises", "SIGINT")
-FATAL = ("leaves", "rank in", "rank between", "worker in", "worker between", "driver in", "driver between")
+HARMLESS = ("returns", "raises")
+FATAL = ("leaves", "SIGINT", "rank in", "rank between", "worker in", "worker between", "driver in", "driver between")
 WORLD_SIZE = 4
 
 DRIVER = """

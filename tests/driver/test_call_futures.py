@@ -4,14 +4,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.parts.calls import Outcome, StayingCall
+from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.task.staying import CallFutures, _Pending
+from flytekitplugins.daskpytorch.task.staying import CallFutures
 
 WAIT = 20.0
 
@@ -20,29 +20,25 @@ class Asked:
     """Calls of a gang of two ranks, whose outcomes the test decides. `thread` stands for the gang's thread."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self.pending = _Pending()
+        self.calls = Calls()
         self.thread = thread
         self.settler = thread.submit(threading.current_thread).result()
         self.ended: list[str] = []
 
     def ask(self, number: int) -> CallFutures:
-        futures = CallFutures(
-            ReceivedResults(),
-            2,
-            self.settler,
-            end=lambda: self.ended.append("ended"),
-            keep=None,
-        )
-        call = StayingCall(number=number, name="f", call=b"", settle=partial(self.pending.settle, number))
-        self.pending.futures[number] = (futures, call)
+        supervisor: Any = SimpleNamespace(received=ReceivedResults(), preempt=lambda *_, **__: None)
+        futures = CallFutures(supervisor, 2, self.settler, lambda: self.ended.append("ended"), keep=None)
+        call = StayingCall(number=number, name="f", call=b"", log=futures.log, settle=futures.settle)
+        assert self.calls.ask(call)
         return futures
 
     def settle(self, number: int, **values: Callable[[], Any]) -> None:
         loads = {rank: values.get(f"rank{rank}", lambda: "value") for rank in range(2)}
-        self.thread.submit(self.pending.settle, number, Outcome(values=loads))
+        call = self.calls.open.pop(number)
+        self.thread.submit(call.settle, Outcome(values=loads))
 
     def end(self) -> None:
-        self.thread.submit(self.pending.note_end, None).result()
+        self.thread.submit(self.calls.note_end, None).result()
 
 
 @pytest.fixture

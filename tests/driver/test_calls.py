@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flytekitplugins.daskpytorch.driver.parts.calls import LEAVE_TIME, Calls, Outcome, StayingCall
+from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.errors import (
     GangCancelledError,
     GangError,
@@ -22,20 +22,16 @@ from flytekitplugins.daskpytorch.errors import (
     PreemptedError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import (
     Ask,
-    CallEnded,
     Debugged,
-    EndCall,
-    Forget,
     Leaving,
     NextCall,
     Tell,
 )
-from flytekitplugins.daskpytorch.protocol.payload import Piece
+from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
 
 W1, W2 = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
@@ -58,6 +54,7 @@ class Staying(World):
         self.of_gang = Calls()
         self.outcomes: dict[int, Outcome] = {}
         self.asked: list[StayingCall] = []
+        self.logged: list[LogRecord] = []
         super().__init__(folder, 2, calls=self.of_gang, max_restarts=0, **how)
         self.of_gang.post = self.feed
 
@@ -72,13 +69,11 @@ class Staying(World):
 
         def settle(outcome: Outcome) -> None:
             assert number not in self.outcomes
-            assert large.close.call_count == 1  # the memory of its arguments
             self.outcomes[number] = outcome
 
-        large = mock.Mock(address=None)
-        call = StayingCall(number=number, name=f"f{number}", call=b"", code=code, large=large, settle=settle)
-        self.asked.append(call)
-        self.of_gang.ask(call)
+        call = StayingCall(number=number, name=f"f{number}", call=b"", log=self.logged.append, settle=settle)
+        if self.of_gang.ask(call, code):
+            self.asked.append(call)
         self.obey_all()
         return call
 
@@ -118,7 +113,7 @@ def test_calls_that_are_asked_for_before_the_ranks_have_met_wait_for_them(tmp_pa
 def test_a_kept_value_is_freed_after_the_calls_before_it(world: Staying) -> None:
     world.ask()
     world.ask()
-    world.of_gang.ask(Forget(1))
+    world.of_gang.forget(1)
     world.end()
     assert world.of_staying.freed == []
     world.end()
@@ -294,18 +289,58 @@ def test_it_does_not_restart_for_more_workers(tmp_path: Path) -> None:
 
 def test_a_cancelled_call_that_waits_never_begins(world: Staying) -> None:
     world.ask()
-    waiting = world.ask()
-    world.of_gang.interrupt(waiting)
+    world.of_gang.cancel(world.ask().number)
     assert isinstance(world.outcomes[2].end, CancelledError)
     world.end()
     assert world.of_staying.begun == [(0, 1), (1, 1)]
-    assert told(world, EndCall) == []
+    assert world.values(1) == {0: (1, 0), 1: (1, 1)}
+    assert not world.is_over
+
+
+def test_a_cancelled_call_that_runs_ends_the_gang_and_all_calls(world: Staying) -> None:
+    first, _ = world.ask(), world.ask()
+    world.of_gang.cancel(first.number)
+    world.obey_all()
+    world.wait(2.0)
+    error = raised(world)
+    assert isinstance(error, GangCancelledError)
+    world.of_gang.note_end(error)
+    assert [outcome.end for outcome in world.outcomes.values()] == [error, error]
+    assert not world.of_gang.ask(first)
+
+
+def test_after_ctrl_c_in_a_call_the_ranks_end_at_once(world: Staying) -> None:
+    world.ask()
+    world.feed(functools.partial(world.state.request_stop, "Ctrl-C", is_awaited=True))
+    world.obey_all()
+    world.wait(1.0)
+    world.obey_all()
+    assert isinstance(raised(world), PreemptedError)
+    assert world.outcomes == {}
+
+
+def test_a_call_that_saves_a_checkpoint_after_ctrl_c_may_return(world: Staying) -> None:
+    world.heeds = True
+    world.ask()
+    world.step(world.agent(W1))
+    world.feed(functools.partial(world.state.request_stop, "Ctrl-C", is_awaited=True))
+    world.obey_all()
+    world.obey_all()
+    assert isinstance(raised(world), PreemptedError)
+
+
+def test_only_the_running_call_hears_what_a_rank_logs(world: Staying) -> None:
+    record = LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={})
+    world.report(world.agent(W1), 0, record)
+    world.ask()
+    world.report(world.agent(W1), 0, record)
+    assert world.logged == [record]
 
 
 def test_the_next_call_brings_the_newest_sources_of_calls_that_were_cancelled(world: Staying) -> None:
     world.ask()
     for dropped in [world.ask(Code(archive=b"", digest=digest)) for digest in ("older", "newer")]:
-        world.of_gang.interrupt(dropped)
+        world.of_gang.cancel(dropped.number)
     for number in (4, 5):
         world.ask()
         for rank in (0, 1):
@@ -314,58 +349,6 @@ def test_the_next_call_brings_the_newest_sources_of_calls_that_were_cancelled(wo
         assert [order.number for order in begun] == [number, number]
         assert {order.code and order.code.digest for order in begun} == {"newer" if number == 4 else None}
         world.obey_all()
-
-
-def test_what_a_rank_has_returned_in_an_interrupted_call_is_freed(world: Staying) -> None:
-    world.of_gang.interrupt(world.ask())
-    world.obey_all()
-    piece = Piece(None, b"large", is_first=True, is_last=True)
-    world.report(world.agent(W1), 0, world.received.keep(0, piece))
-    assert world.received._buffer._num_in_file == 1
-    world.report(world.agent(W1), 0, CallEnded(number=1, value=None))
-    world.end_call(1, KeyboardInterrupt())
-    world.obey_all()
-    assert isinstance(world.outcomes[1].end, CancelledError)
-    assert world.received._buffer._num_in_file == 0
-
-
-def test_an_interrupted_call_has_not_failed_if_a_rank_makes_an_error_of_the_interrupt(
-    world: Staying,
-) -> None:
-    world.of_gang.interrupt(world.ask())
-    world.obey_all()
-    world.end_call(0, OwnError("interrupted"))
-    world.end_call(1, KeyboardInterrupt())
-    world.obey_all()
-    world.obey_all()
-    assert isinstance(world.outcomes[1].end, CancelledError)
-    ends = [event.end for event in world.watcher.events if isinstance(event, journal.Called)]
-    assert [end.word for end in ends] == ["interrupted"]
-
-
-def test_a_rank_that_does_not_leave_a_cancelled_call_in_time_ends_the_gang(world: Staying) -> None:
-    world.of_gang.interrupt(world.ask())
-    world.obey_all()
-    world.end_call(1, KeyboardInterrupt())
-    world.wait(LEAVE_TIME - 1.0)
-    assert not world.is_over
-    world.wait(2.0)
-    world.obey_all()
-    error = raised(world)
-    assert isinstance(error, GangHungError)
-    assert "rank 0 of 2 failed" in str(error)
-    assert "had not left the call of f1 10 s after Ctrl-C" in str(error)
-
-
-def test_a_call_that_is_left_between_collectives_ends_the_gang(world: Staying) -> None:
-    world.of_gang.interrupt(world.ask())
-    world.obey_all()
-    for rank in (0, 1):
-        world.recalled[rank] = remembers(3 + rank)
-        world.end_call(rank, KeyboardInterrupt())
-    world.obey_all()
-    world.obey_all()
-    assert "has ended the call of f1 between collectives" in str(raised(world))
 
 
 # ---- The end
@@ -396,7 +379,7 @@ def test_a_worker_that_leaves_ends_the_gang(world: Staying) -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Calls, failures, losses, Ctrl-C and the end in any order."""
+    """Calls, failures, losses, cancelled calls and the end in any order."""
 
     is_closed = False
 
@@ -420,17 +403,17 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.asked)
     @rule(data=st.data())
-    def interrupt(self, data: st.DataObject) -> None:
-        self.world.of_gang.interrupt(data.draw(st.sampled_from(self.world.asked)))
+    def cancel_call(self, data: st.DataObject) -> None:
+        self.world.of_gang.cancel(data.draw(st.sampled_from(self.world.asked)).number)
 
     @rule(worker=st.sampled_from([W1, W2]))
     def lose(self, worker: str) -> None:
         self.world.kill_worker(worker)
 
-    @rule()
-    def close(self) -> None:
+    @rule(cancels=st.booleans())
+    def close(self, cancels: bool) -> None:
         self.is_closed = True
-        self.world.of_gang.close()
+        self.world.of_gang.finish(cancels=cancels)
 
     @rule()
     def cancel(self) -> None:
@@ -461,7 +444,7 @@ class AnyOrder(RuleBasedStateMachine):
                 if not world.is_over and self.here(rank):
                     world.end_call(rank)
             if len(world.outcomes) == len(world.asked):
-                world.of_gang.close()
+                world.of_gang.finish()
             world.wait(1.0)
         assert world.is_over
         if world.error is None:

@@ -48,12 +48,11 @@ class Rank:
         link: Any = SimpleNamespace(
             ledger=SimpleNamespace(spending=lambda _: nullcontext()),
             progress=SimpleNamespace(move=lambda: None, step=None),
-            is_sending=False,
             send=self.sent.append,
             send_returned=pickle.dumps,
         )
         stop: Any = SimpleNamespace(has_fired=False)
-        self.server = Server(link, folder, stop, lambda value: value, lambda error: Failure.of(error, 0.0), nullcontext)
+        self.server = Server(link, folder, stop, lambda error: Failure.of(error, 0.0))
 
     def serve(self, *orders: CallOrder) -> list[CallEnded]:
         self.sent.clear()
@@ -85,27 +84,6 @@ def of_notebook(cell: str, **names: object) -> bytes:
         return pack_call(namespace["f"], (), {})
     finally:
         sys.modules["__main__"] = ours
-
-
-def test_sources_that_came_with_an_interrupted_call_are_there_for_the_next(
-    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = tmp_path / "daskpytorch_of_a_call.py"
-    module.write_text("def value(): return 7\n")
-    with monkeypatch.context() as of_driver:
-        of_driver.syspath_prepend(str(tmp_path))
-        function = importlib.import_module(module.stem).value
-        code, call = pack_code(), pack_call(function, (), {})
-    monkeypatch.delitem(sys.modules, module.stem)
-    module.unlink()  # this host is another than the driver's
-    rank.server.interrupter.halt(1)
-    rank.server.interrupter.leave_at(0)
-    first, second = rank.serve(NextCall(number=1, call=call, code=code), NextCall(number=2, call=call))
-    assert first.failure is not None
-    assert first.failure.type_name == "KeyboardInterrupt"
-    assert second.failure is None, second.failure
-    assert second.value == pickle.dumps(7)
-    monkeypatch.delitem(sys.modules, module.stem)
 
 
 def test_after_a_reload_copies_of_changed_sources_count_also_in_packages(

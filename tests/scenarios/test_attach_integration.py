@@ -217,7 +217,7 @@ def test_gang_that_stays_goes_on_after_a_held_call() -> None:
         assert gang.call(call, 7).result(timeout=200) == [0, 1]
 
 
-def test_cancel_ends_a_call_in_which_a_rank_waits_for_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_cancel_ends_the_gang_of_a_call_in_which_a_rank_waits_for_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
 
     def raise_alone() -> None:
@@ -233,4 +233,3 @@ def test_cancel_ends_a_call_in_which_a_rank_waits_for_a_terminal(capfd: pytest.C
         assert futures.cancel()
         with pytest.raises(CancelledError):
             futures.result(timeout=200)
-        assert gang.call(os.getpid).result(timeout=200)

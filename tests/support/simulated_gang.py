@@ -40,7 +40,6 @@ from flytekitplugins.daskpytorch.protocol.messages import (
     Answer,
     Ask,
     CallEnded,
-    EndCall,
     Finish,
     Forget,
     Kept,
@@ -126,8 +125,6 @@ class Rank:
     """The rank has written its part, and others have not."""
     call: int | None = None
     """The call of a staying gang that it runs."""
-    to_end: tuple[int, int | None] | None = None
-    """The call that it was told to leave, and after how many collectives."""
 
 
 @dataclass(eq=False)
@@ -284,8 +281,6 @@ class OfStaying:
     """Ranks, and the calls that they have begun."""
     freed: list[tuple[int, int]] = field(default_factory=list)
     """The same with the kept values that they have freed."""
-    halts_at: dict[int, int] = field(default_factory=dict)
-    """The numbers that ranks report when they halt."""
 
 
 class World:
@@ -524,7 +519,7 @@ class World:
                 agent.is_closed = True
                 self.lose(agent)
 
-    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:  # noqa: C901 - a case for each order
+    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:
         if isinstance(order, Kept):
             agent.kept = [checkpoint.step for checkpoint in order.checkpoints]
         if isinstance(order, Answer):
@@ -538,8 +533,6 @@ class World:
                     self.report(agent, rank.rank, Answer(order.question, order.number, self._answer(rank, order)))
                 case NextCall(number=number):
                     self._call(rank, number)
-                case EndCall(number, at):
-                    rank.to_end = number, at
                 case Forget(number):
                     self.of_staying.freed.append((rank.rank, number))
                 case Finish():
@@ -554,11 +547,8 @@ class World:
                 return rank.step if self.heeds else 0, False
             case Question.STACKS:
                 return Located(1, self.stacks.get(rank.rank, "stack"), -1)
-            case Question.COLLECTIVES:
-                return self.recalled.get(rank.rank)
             case _:
-                rank.to_end = asked.about, None
-                return self.of_staying.halts_at.get(rank.rank, 1)
+                return self.recalled.get(rank.rank)
 
     def _begin(self, agent: Agent, order: messages.Start) -> None:
         if not any(start.job.attempt == order.job.attempt for start in self.starts):

@@ -118,15 +118,18 @@ class GangFutures(Futures[GangFuture]):
         note_end: Callable[[BaseException | None], object] = lambda _: None,
     ) -> None:
         self._supervisor = supervisor
-        self._end: Callable[[], object] = supervisor.cancel
+        self._cancel: Callable[[], object] = supervisor.cancel
         self._note_end = note_end
-        self._num_ranks = world_size
-        end = functools.partial(supervisor.preempt, "Ctrl-C", is_awaited=True)
-        self._futures = [GangFuture(supervisor.received, end) for _ in range(world_size)]
-        for future in self._futures:
-            future.set_running_or_notify_cancel()
+        self._make_futures(supervisor, world_size)
         self.thread = threading.Thread(target=self._settle, name="daskpytorch-gang", daemon=True)
         self.thread.start()
+
+    def _make_futures(self, supervisor: Supervisor, num_ranks: int, settler: threading.Thread | None = None) -> None:
+        self._num_ranks = num_ranks
+        end = functools.partial(supervisor.preempt, "Ctrl-C", is_awaited=True)
+        self._futures = [GangFuture(supervisor.received, end, settler) for _ in range(num_ranks)]
+        for future in self._futures:
+            future.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Return the return values of all ranks, in rank order.
@@ -155,7 +158,7 @@ class GangFutures(Futures[GangFuture]):
         """End the gang and all its ranks. Return False if it had already ended."""
         if self.done():
             return False
-        self._end()
+        self._cancel()
         return True
 
     def _settle(self) -> None:

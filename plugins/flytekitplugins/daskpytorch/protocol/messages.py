@@ -35,14 +35,6 @@ class NextCall:
 
 
 @dataclass(frozen=True)
-class EndCall:
-    """A rank that has halted (`Question.HALT`) ends the call by `KeyboardInterrupt`, if it still runs."""
-
-    number: int
-    at: int
-
-
-@dataclass(frozen=True)
 class Forget:
     number: int
 
@@ -67,7 +59,7 @@ class CallEnded:
 
 
 class Question(enum.Enum):
-    """Questions of the driver to all ranks (STACKS to HALT), and of ranks.
+    """Questions of the driver to all ranks (STACKS to HOLD), and of ranks.
 
     `about` and the answer are None if not named.
     """
@@ -79,9 +71,6 @@ class Question(enum.Enum):
     HOLD = enum.auto()
     """Ranks block in the next `should_stop`. `about`: signal that may be passed to the rank's program, or None. Answer:
     number of calls so far, and whether the program handles the signal."""
-    HALT = enum.auto()
-    """Ranks halt in a staying gang's call, whose number is `about`. Answer: number of the collective after which the
-    rank can leave the call, or 0 if unknown."""
     GOODPUT = enum.auto()
     """Answer: `Goodput`."""
     CHECKPOINT = enum.auto()
@@ -215,7 +204,7 @@ class Quit:
     """Seconds after which the agent kills the rank."""
 
 
-OrderToAll = Ask | Answer | Release | Kept | LogRecord | Leave | CallOrder | EndCall
+OrderToAll = Ask | Answer | Release | Kept | LogRecord | Leave | CallOrder
 """`LogRecord`: metrics of an evaluation, for rank 0's trackers."""
 Order = OrderToAll | Quit
 

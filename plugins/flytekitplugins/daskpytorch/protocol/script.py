@@ -1,9 +1,12 @@
 """Scripts and modules that ranks run as `torchrun` runs them. The driver finds a program, and each rank runs it."""
 
+import asyncio
 import contextlib
 import importlib.util
+import inspect
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from flytekitplugins.daskpytorch.process import program_end
 
@@ -270,6 +273,30 @@ def ending_as_program() -> Iterator[None]:
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
+
+
+def completed(call: Callable[[], Any]) -> Any:
+    """Return the value of a user's call, or None after `sys.exit()`. Processes that the call has forked end with it."""
+    process = os.getpid()
+    try:
+        with ending_as_program():
+            returned = call()
+            return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+    finally:
+        if os.getpid() != process:
+            _end_fork(sys.exception())
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    code: object = None
+    if isinstance(error, SystemExit):
+        code = error.code
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def exit_code_of(error: BaseException) -> int:

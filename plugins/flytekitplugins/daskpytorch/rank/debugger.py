@@ -48,8 +48,6 @@ class Prompt:
         self._gang = order.job.gang
         self._send = send
         self._terminal: PseudoTerminal | None = None
-        self.is_call_ending = False
-        """The driver ends the present call of a gang that stays: prompts end within a second."""
         self.pid = os.getpid()
         self.failure: Failure | None = None
         self._describe()
@@ -65,20 +63,18 @@ class Prompt:
         import pdb  # noqa: T100
 
         self.failure = failure
-        usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # between calls, SIGINT has no effect
         try:
             # NoDebuggerError, or a signal's exception, as torch's for a lost worker of a loader: `error` is the news.
             with contextlib.suppress(Exception, KeyboardInterrupt):
                 pdb.post_mortem(error.__traceback__)
         finally:
-            signal.signal(signal.SIGINT, usual)
             self.failure = None
 
     def show(self, where: str, interact: Callable[[], bool]) -> None:
         """Call `interact` with the pseudo-terminal as standard input, output and error.
 
-        `interact` returns True if the next prompt follows soon. Raises `KeyboardInterrupt` if the driver ends the call,
-        `NoDebuggerError` if no terminal was attached in time.
+        `interact` returns True if the next prompt follows soon. Raises `NoDebuggerError` if no terminal was attached in
+        time.
         """
         terminal = self._terminal = self._terminal or PseudoTerminal(self)
         self._describe(where)
@@ -90,7 +86,7 @@ class Prompt:
                 self._send(messages.Debugged(where, folder, needs_terminal=not terminal.is_attached))
                 steps = interact()
             if terminal.is_given_up:
-                raise KeyboardInterrupt if self.is_call_ending else self._no_debugger(where)
+                raise self._no_debugger(where)
         finally:
             if not steps:
                 self._describe()
@@ -275,7 +271,7 @@ class PseudoTerminal:
                 self._hang_up()
             return
         self._since = now if self.is_attached else self._since
-        if self._prompt.is_call_ending or now >= self._since + self._prompt.timeout:
+        if now >= self._since + self._prompt.timeout:
             self.is_given_up = True
             with contextlib.suppress(BlockingIOError):
                 os.write(self._master, END_INPUT)

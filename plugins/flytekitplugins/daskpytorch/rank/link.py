@@ -115,6 +115,7 @@ class GangLink(Link):
         self._num_asked: Counter[Question] = Counter()
         self._hinted: set[str] = set()
         self._adapted: set[str] = set()
+        self.has_returned = False
         self.has_delivered = False
         self.has_failed = False
         self.has_reported = False
@@ -197,10 +198,6 @@ class GangLink(Link):
                 self._channel.send_bytes(pickle.dumps(records))
             if data:
                 self._channel.send_bytes(data)
-
-    @property
-    def is_sending(self) -> bool:
-        return self._lock.locked()
 
     def note(self, text: str) -> None:
         self.send(messages.Noted(text))

@@ -10,12 +10,11 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process import program_end
@@ -25,7 +24,6 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, w
 from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, stacks_path
-from flytekitplugins.daskpytorch.protocol.script import ending_as_program
 from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, process_group, sources
 from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
 from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
@@ -35,15 +33,12 @@ from flytekitplugins.daskpytorch.rank.session import (
     EXIT_TIME,
     FIRST_FLUSH,
     Session,
-    completed,
     failure_of,
     wind_up,
 )
 
 if TYPE_CHECKING:
     import torch
-
-    from flytekitplugins.daskpytorch.rank.calls import Server
 
 
 FLUSH_SHARE = 0.6
@@ -53,51 +48,54 @@ def main(channel: Connection) -> int:
     order: RankOrder = channel.recv()
     listener = _take_listener(channel) if order.serves_store else None
     link = GangLink(channel, order)
-    prompt: debugger.Prompt | None = None
-    has_returned = False
+    prompt = debugger.Prompt(order, link.send)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the handlers below report its error
         _settle_in(order)
         with _host_of(order.job) as host:  # before other threads start: its imports may not be thread-safe
             link.folder = host.results_folder if host is not None else None
             session = Session(order, link)
-            session.prompt = prompt = debugger.Prompt(order, link.send)
-            session.server = _server(order, link, session, prompt) if order.job.call is None else None
             threading.Thread(
-                target=_obey, args=(channel, session, link), name="daskpytorch-orders", daemon=True
+                target=_obey, args=(channel, session, link, prompt), name="daskpytorch-orders", daemon=True
             ).start()
-            debugger.watch_pdb(prompt)
-            debugger.wait_for_editor(order, link.send)
-            take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
-            report = functools.partial(liveness.send_collectives, link)
-            on_formed = functools.partial(liveness.call_before_abort, report)
-            process_group.expect(order.place, order.job, take_device, listener, on_formed)
+            _expect(order, link, listener, prompt)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
-            call = _unpack(order, link, session)
+            call = _unpack(order, link, session, prompt)
             process_group.meet(is_script=True) if isinstance(call.func, script.Script) else process_group.join()
             liveness.watch(order, link)
-            returned = None
-            with session.at_work(), _ending_forks():
-                with ending_as_program():
-                    returned = completed(call(**_keywords(order, host)))
+            with session.at_work():
+                returned = script.completed(lambda: call(**_keywords(order, host)))
                 # A Ctrl-C from now on must not fail the finished function. Child programs would inherit SIG_IGN.
                 signal.signal(signal.SIGINT, lambda *_: None)
-            has_returned = True
+            link.has_returned = True
             is_stopped = session.rank.stop_signal.has_fired  # then the training is unfinished, and has no return value
             value = None if is_stopped else _payload(order, returned, host, link)
             link.send(messages.Returned(value, stopped_early=is_stopped))
     except BaseException as error:
-        link.has_failed = not any(map(is_of_group, with_causes(error)))  # the order to quit may come during the report
-        is_final = has_returned and not _is_of_storage(error)
-        failure = _explained(order, link, None if has_returned else prompt, error, is_final=is_final)
-        link.has_failed = not failure.is_consequence
-        link.send(failure)
-        link.has_reported = True
-        wind_up(order.place.rank, link, 1, has_returned=False)
+        _report(order, link, prompt, error)
+        wind_up(order.place.rank, link, 1)
         return 1
     session.see_out()
-    wind_up(order.place.rank, link, int(is_stopped), has_returned=True)
+    wind_up(order.place.rank, link, int(is_stopped))
     return 0
+
+
+def _expect(order: RankOrder, link: GangLink, listener: int | None, prompt: debugger.Prompt) -> None:
+    debugger.watch_pdb(prompt)
+    debugger.wait_for_editor(order, link.send)
+    take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
+    report = functools.partial(liveness.send_collectives, link)
+    on_formed = functools.partial(liveness.call_before_abort, report)
+    process_group.expect(order.place, order.job, take_device, listener, on_formed)
+
+
+def _report(order: RankOrder, link: GangLink, prompt: debugger.Prompt, error: BaseException) -> None:
+    link.has_failed = not any(map(is_of_group, with_causes(error)))  # the order to quit may come during the report
+    is_final = link.has_returned and not _is_of_storage(error)
+    failure = _explained(order, link, None if link.has_returned else prompt, error, is_final=is_final)
+    link.has_failed = not failure.is_consequence
+    link.send(failure)
+    link.has_reported = True
 
 
 def _explained(
@@ -117,23 +115,14 @@ def _explained(
     return failure
 
 
-def _server(order: RankOrder, link: GangLink, session: Session, prompt: debugger.Prompt) -> Server:
-    from flytekitplugins.daskpytorch.rank.calls import Server
-
-    explained = functools.partial(_explained, order, link, prompt)
-    folder = Path(order.scratch, f"sources-{order.place.local_rank}")
-    return Server(link, folder, session.rank.stop_signal, completed, explained, _ending_forks)
-
-
-def _obey(channel: Connection, session: Session, link: GangLink) -> None:
+def _obey(channel: Connection, session: Session, link: GangLink, prompt: debugger.Prompt) -> None:
     order: messages.Order
     try:
         while not isinstance(order := channel.recv(), messages.Quit):
             session.follow(order)
     except (EOFError, OSError):  # the agent died
         os._exit(STOPPED)
-    held = session.prompt.failure if session.prompt is not None else None
-    if held is not None:  # another rank has ended the wait
+    if (held := prompt.failure) is not None:  # another rank has ended the wait
         link.send(held)
     latest = time.monotonic() + max(order.grace - EXIT_RESERVE, EXIT_SHARE * order.grace)
     session.checkpoint.flush(FLUSH_SHARE * order.grace)
@@ -149,43 +138,25 @@ def _obey(channel: Connection, session: Session, link: GangLink) -> None:
     os._exit(STOPPED)
 
 
-@contextlib.contextmanager
-def _ending_forks() -> Iterator[None]:
-    """Each process that the block has forked ends with it."""
-    rank = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != rank:
-            _end_fork(sys.exception())
-
-
-def _end_fork(error: BaseException | None) -> NoReturn:
-    code: object = None
-    if isinstance(error, SystemExit):
-        code = error.code
-    elif error is not None:
-        traceback.print_exception(error)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
-
-
 def _take_listener(channel: Connection) -> int:
     listener = recv_handle(channel)
     os.set_inheritable(listener, False)  # a child program that outlives the rank must not keep the socket open
     return listener
 
 
-def _unpack(order: RankOrder, link: GangLink, session: Session) -> functools.partial[Any]:
+def _unpack(order: RankOrder, link: GangLink, session: Session, prompt: debugger.Prompt) -> functools.partial[Any]:
     """Unpickle the user's call, then open rank 0's observers. A rank that stays calls its server.
 
     Observers import packages in threads, and two threads that import one package at once may deadlock: a run of wandb
     was lost because a user's module imported parts of wandb at the same time.
     """
     try:
-        if session.server is not None:
+        if order.job.call is None:
+            from flytekitplugins.daskpytorch.rank.calls import Server
+
+            explained = functools.partial(_explained, order, link, prompt)
+            folder = Path(order.scratch, f"sources-{order.place.local_rank}")
+            session.server = Server(link, folder, session.rank.stop_signal, explained)
             return functools.partial(session.server.serve)
         large = order.job.large
         data, *aside = link.large(large) if large is not None else [memoryview(order.job.call or b"")]

@@ -8,7 +8,6 @@ import inspect
 import os
 import select
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -77,7 +76,6 @@ def install() -> None:
     init_process_group.knows_gangs = True  # type: ignore[attr-defined]
     distributed_c10d.init_process_group = init_process_group
     distributed.init_process_group = init_process_group
-    _watch_monitored_barrier(distributed_c10d)
     _watch_destruction(distributed_c10d)
 
 
@@ -98,37 +96,6 @@ def _watch_destruction(distributed_c10d: Any) -> None:
         original(group)
 
     distributed_c10d.destroy_process_group = distributed.destroy_process_group = destroy_process_group
-
-
-def _watch_monitored_barrier(distributed_c10d: Any) -> None:
-    """In torch 2.15, a call of `monitored_barrier` shifts rank 0's numbers of collectives."""
-    original = distributed_c10d.monitored_barrier
-
-    @functools.wraps(original)
-    def monitored_barrier(*args: Any, **kwargs: Any) -> Any:
-        global _has_uneven_numbers
-        _has_uneven_numbers = True
-        return original(*args, **kwargs)
-
-    from torch import distributed
-
-    distributed_c10d.monitored_barrier = distributed.monitored_barrier = monitored_barrier
-
-
-def are_numbers_comparable() -> bool:
-    """Return True if all ranks give a collective the same number, as far as this rank can tell.
-
-    False in a second default process group, whose numbers begin at 0 again, and with remote procedure calls and torch's
-    detailed debugging, as both call collectives of their own.
-    """
-    from torch import distributed
-
-    if _has_uneven_numbers or _membership is None or _membership.num_groups != 1 or not _membership.is_in:
-        return False
-    rpc = sys.modules.get("torch.distributed.rpc")
-    if rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", bool)():
-        return False
-    return distributed.get_debug_level() != distributed.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
 def expect(
@@ -316,5 +283,4 @@ def num_exchanges() -> int | None:
 
 
 _finish: Callable[[], object] = bool  # does nothing
-_has_uneven_numbers = False
 _membership: _Membership | None = None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
-import inspect
 import os
 import signal
 import socket
@@ -14,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from flytekitplugins.daskpytorch.context import RankAttempt, RankContext
 from flytekitplugins.daskpytorch.process import program_end, signals
@@ -31,7 +29,6 @@ from flytekitplugins.daskpytorch.records import LogRecord
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.calls import Server
-    from flytekitplugins.daskpytorch.rank.debugger import Prompt
 
 
 ACCOUNT_TIMEOUT = 2.0
@@ -44,7 +41,6 @@ class Session:
         self._link = link
         self._is_over = False
         self._compiled = CompileCache(order, link.note)
-        self.prompt: Prompt | None = None
         self.server: Server | None = None
         self.checkpoint = RankCheckpoint(order, link)
         self.rank = RankContext(
@@ -119,20 +115,11 @@ class Session:
                 link.take(order)
             case LogRecord():
                 link.show(order)
-            case messages.NextCall() | messages.Forget() | messages.Finish() | messages.EndCall():
-                self._serve(order)
+            case messages.NextCall() | messages.Forget() | messages.Finish():
+                if self.server is not None:  # else a gang of one call
+                    self.server.put(order)
             case _:
                 assert_never(order)
-
-    def _serve(self, order: messages.CallOrder | messages.EndCall) -> None:
-        if self.server is None:  # a gang of one call
-            return
-        if isinstance(order, messages.EndCall):
-            self.server.interrupter.leave_at(order.at)
-            return
-        if self.prompt is not None:
-            self.prompt.is_call_ending = False
-        self.server.put(order)
 
     def _answer(self, asked: Ask) -> None:
         value: object = None
@@ -148,15 +135,7 @@ class Session:
             case Question.HOLD:
                 is_handled = asked.about is not None and signals.is_handled(asked.about)
                 value = self.rank.stop_signal.hold(), is_handled
-            case Question.HALT:
-                if self.prompt is not None:
-                    self.prompt.is_call_ending = True
-                value = self.server.interrupter.halt(asked.about) if self.server is not None else 0
         self._link.send(Answer(asked.question, asked.number, value))
-
-
-def completed(returned: Any) -> Any:
-    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 def failure_of(error: BaseException, at: float, link: GangLink, *, is_final: bool) -> Failure:
@@ -209,7 +188,7 @@ def _close(descriptor: int, store_port: int | None) -> None:
             sock.shutdown(socket.SHUT_WR)
 
 
-def wind_up(rank: int, link: GangLink, outcome: int, *, has_returned: bool) -> None:
+def wind_up(rank: int, link: GangLink, outcome: int) -> None:
     """Close the observers (0: success, 1: failed or stopped), and do what Python does at its exit.
 
     `os._exit` would skip threads, executors, exit functions and open files. After `program_end.MAX_WAIT` the rank ends
@@ -221,7 +200,7 @@ def wind_up(rank: int, link: GangLink, outcome: int, *, has_returned: bool) -> N
     with program_end.watched(f"rank {rank}", program_end.MAX_WAIT):
         threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - executors, then other threads: 3.11 to 3.14
         atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing's children among them
-        if link.has_failed or has_returned:  # a rank that ends with another one must not delay the restart
+        if link.has_failed or link.has_returned:  # a rank that ends with another one must not delay the restart
             program_end.flush_files()
     sys.stdout.flush()
     sys.stderr.flush()

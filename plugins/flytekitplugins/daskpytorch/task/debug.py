@@ -36,11 +36,10 @@ from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObservers
 from flytekitplugins.daskpytorch.protocol.placement import place_ranks
-from flytekitplugins.daskpytorch.protocol.script import describe_exit, ending_as_program
+from flytekitplugins.daskpytorch.protocol.script import completed, describe_exit
 from flytekitplugins.daskpytorch.rank import process_group
 from flytekitplugins.daskpytorch.rank.checkpoint import check_best, copy_of, read_checkpoint, write_checkpoint
 from flytekitplugins.daskpytorch.rank.link import unwrapped
-from flytekitplugins.daskpytorch.rank.session import completed
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 from flytekitplugins.daskpytorch.rank.usage import profiled
 from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint, numbers
@@ -94,8 +93,7 @@ def run_here(
             stack.enter_context(
                 profiled(settings.profile, 0, folder, link.submit, lambda text: told.note(f"rank 0 {text}"))
             )
-            stack.enter_context(ending_as_program())  # then the result is None
-            return unwrapped(completed(function()))
+            return unwrapped(completed(function))
     except KeyboardInterrupt:
         error = GangCancelledError(f"{name} was cancelled")
         raise

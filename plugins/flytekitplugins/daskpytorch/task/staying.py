@@ -9,19 +9,17 @@ import ast
 import contextlib
 import functools
 import itertools
-import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
-from flytekitplugins.daskpytorch.driver.futures import TURN, GangFuture, GangFutures, refuse_wait_in
+from flytekitplugins.daskpytorch.driver.futures import TURN, GangFutures, refuse_wait_in
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
@@ -30,10 +28,7 @@ from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import pack_code
-from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, kept_value, name_of
-from flytekitplugins.daskpytorch.protocol.messages import Forget
-from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.rank.calls import CELL, cell
 from flytekitplugins.daskpytorch.rank.sources import remember
@@ -42,12 +37,11 @@ from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from flytekitplugins.daskpytorch.driver.received import ReceivedResults
     from flytekitplugins.daskpytorch.driver.request import Request
+    from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
     from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
-
-_logger = logging.getLogger(__name__)
+    from flytekitplugins.daskpytorch.records import LogRecord
 
 
 class KeptValues:
@@ -57,11 +51,11 @@ class KeptValues:
     The values are freed with the reference.
     """
 
-    def __init__(self, gang: StayingGang, number: int, name: str, forget: Callable[[Forget], object]) -> None:
+    def __init__(self, gang: StayingGang, number: int, name: str, forget: Callable[[int], object]) -> None:
         self._gang = gang
         self._number = number
         self._name = name
-        weakref.finalize(self, forget, Forget(number)).atexit = False
+        weakref.finalize(self, forget, number).atexit = False
 
     def __repr__(self) -> str:
         return f"<what {self._name} has returned in each rank>"
@@ -85,66 +79,28 @@ class CallFutures(Logged, GangFutures):
 
     def __init__(
         self,
-        received: ReceivedResults,
+        supervisor: Supervisor,
         num_ranks: int,
         settler: threading.Thread,
-        end: Callable[[], object],
+        cancel: Callable[[], object],
         keep: object,
     ) -> None:
         self.run_state = self._run_state = RunState()
-        self._end = end
+        self._cancel = cancel
         self._keep: object = keep
-        self._num_ranks = num_ranks
-        self._futures = [GangFuture(received, end, settler) for _ in range(num_ranks)]
-        for future in self._futures:
-            future.set_running_or_notify_cancel()
+        self._make_futures(supervisor, num_ranks, settler)
+
+    def log(self, record: LogRecord) -> None:
+        self.run_state.on_event(journal.Logged(record=record))
 
     def settle(self, outcome: Outcome) -> None:
         self._cause, self._keep = outcome.cause, None
         for rank, future in reversed(list(enumerate(self._futures))):
-            with _settled(future):
-                if outcome.end is not None:
-                    future.set_exception(outcome.end)
-                elif rank in outcome.errors:
-                    future.set_exception(outcome.errors[rank])
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # `concurrent.futures` lets a callback's through
+                if (error := outcome.end or outcome.errors.get(rank)) is not None:
+                    future.set_exception(error)
                 else:
                     future.load(rank, outcome.values[rank])
-
-
-@dataclass(kw_only=True, eq=False)
-class _Pending(Observer):
-    """Calls of one gang that have not ended. Holds no reference to the gang's object."""
-
-    calls: Calls = field(default_factory=Calls)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    futures: dict[int, tuple[CallFutures, StayingCall]] = field(default_factory=dict)
-    num_ranks: int = 0
-    has_formed: threading.Event = field(default_factory=threading.Event)
-    is_closed: bool = False
-    end: BaseException | None = None
-
-    def on_event(self, event: journal.Event) -> None:
-        match event:
-            case journal.Placed(shape=shape):
-                self.num_ranks = shape.world_size  # `min_workers` may have made it smaller
-            case journal.Formed():
-                self.has_formed.set()
-            case journal.Logged():
-                if (call := self.calls.current) is not None and call.number in self.futures:
-                    self.futures[call.number][0].run_state.on_event(event)
-
-    def settle(self, number: int, outcome: Outcome) -> None:
-        with self.lock:
-            futures, _ = self.futures.pop(number)
-        futures.settle(outcome)
-
-    def note_end(self, error: BaseException | None) -> None:
-        """Fail all calls that have not ended. `error` is None if the gang was closed."""
-        with self.lock:
-            self.end = error = error or CancelledError("the gang was closed")
-        for _, call in list(self.futures.values()):
-            call.finish(Outcome(end=error))
-        self.has_formed.set()
 
 
 class StayingGang:
@@ -154,17 +110,15 @@ class StayingGang:
     """
 
     def __init__(self, run: Run, request: Request, launcher: AgentLauncher, num_ranks: int) -> None:
-        self._pending = pending = _Pending()
-        self._calls = pending.calls
+        self._calls = calls = Calls()
         self._numbers = itertools.count(1)
         self._settings = request.settings
         self._code = pack_code()
         self._num_modules = len(sys.modules)
-        asked = replace(request, calls=pending.calls, observers=[*request.observers, pending])
-        self._supervisor = run.supervised(asked, launcher)
+        self._supervisor = run.supervised(replace(request, calls=calls), launcher)
         self._shown = run.shown
         self._futures = RunFutures(run, self._supervisor, num_ranks)
-        self._futures[0].add_done_callback(lambda future: pending.note_end(future.exception()))
+        self._futures[0].add_done_callback(lambda future: calls.note_end(future.exception()))
         weakref.finalize(self, self._supervisor.cancel).atexit = False
         self._await_start()
         _newest.append(weakref.ref(self))
@@ -177,18 +131,18 @@ class StayingGang:
     @property
     def is_open(self) -> bool:
         """True if the gang is neither closed nor ended."""
-        return self._pending.end is None and not self._pending.is_closed
+        return self._calls.is_open
 
     def _await_start(self) -> None:
         with deferred(self._supervisor.cancel):
-            while not self._pending.has_formed.wait(TURN):
+            while not self._calls.has_formed.wait(TURN):
                 pass
-        if self._pending.end is not None:
-            raise self._pending.end
+        if self._calls.end is not None:
+            raise self._calls.end
 
     def __repr__(self) -> str:
-        state = "ended" if self._pending.end is not None else f"{len(self._pending.futures)} calls to do"
-        return f"<gang of {self._pending.num_ranks} ranks: {state}>"
+        state = "ended" if self._calls.end is not None else f"{len(self._calls.open)} calls to do"
+        return f"<gang of {self._calls.num_ranks} ranks: {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -197,19 +151,13 @@ class StayingGang:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for the calls so far, then end the ranks. After an exception in the block, end the ranks at once."""
-        try:
-            if kind is None:
-                for futures, _ in list(self._pending.futures.values()):
-                    futures.exception()
-        finally:
-            self.close()
+        self._finish(cancels=kind is not None)
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallFutures:
         """Call a function in every rank, after all earlier calls of this gang.
 
         An exception of the function is that call's, and the gang goes on, unless a rank waits for another that has left
-        the call. Ctrl-C during a wait for the result raises `KeyboardInterrupt` in each rank, too. The gang goes on if
-        all ranks leave the call together within 10 seconds, and else ends.
+        the call. Ctrl-C during a wait for the result ends the gang, as does `cancel` of a call that has begun.
 
         Args:
             function: Function that each rank calls. Definitions of `__main__` and of notebooks travel with each call.
@@ -244,7 +192,7 @@ class StayingGang:
         __tracebackhide__ = True
         refuse_wait_in(self._futures.thread)
         futures, number = self._ask(function, args, kwargs, keeps=True)
-        kept = KeptValues(self, number, name_of(function), self._calls.ask)  # frees the values if a rank has failed
+        kept = KeptValues(self, number, name_of(function), self._calls.forget)  # frees the values if a rank has failed
         futures.result()
         return kept
 
@@ -254,14 +202,11 @@ class StayingGang:
 
     def close(self) -> None:
         """End all ranks. Calls that have not ended are cancelled."""
+        self._finish(cancels=True)
+
+    def _finish(self, *, cancels: bool) -> None:
         refuse_wait_in(self._futures.thread)
-        with self._pending.lock:
-            self._pending.is_closed = True
-            has_calls = bool(self._pending.futures)
-        if has_calls:
-            self._supervisor.cancel()
-        else:
-            self._calls.close()
+        self._calls.finish(cancels=cancels)
         self._futures.exception()
 
     def _ask(
@@ -273,39 +218,27 @@ class StayingGang:
         check_function(function)
         if self._settings.on_error == "hold":  # a rank would wait in a debugger, for an error that is the caller's
             check_arguments(function, *args, **kwargs)
-        if not self.is_open:
-            raise self._error_if_over()
         token = _packing.set(self)
         try:
             call, large = packed(function, args, kwargs)
         finally:
             _packing.reset(token)
-        code = self._new_code()
-        with self._pending.lock:
-            if self.is_open:
-                number = next(self._numbers)
-                settle = functools.partial(self._pending.settle, number)
-                name = name_of(function)
-                asked = StayingCall(
-                    number=number, name=name, call=call, code=code, large=large, keeps=keeps, settle=settle
-                )
-                return self._queue(asked, (self, function, args, kwargs)), number
-        if large is not None:
-            large.close()
-        raise self._error_if_over()
-
-    def _queue(self, asked: StayingCall, keep: object) -> CallFutures:
-        pending = self._pending
-        futures = CallFutures(
-            self._supervisor.received,
-            pending.num_ranks,
-            self._futures.thread,
-            end=functools.partial(self._calls.interrupt, asked),
-            keep=keep,
+        number, calls = next(self._numbers), self._calls
+        keep = self, function, args, kwargs
+        cancel = functools.partial(calls.cancel, number)
+        futures = CallFutures(self._supervisor, calls.num_ranks, self._futures.thread, cancel, keep)
+        asked = StayingCall(
+            number=number,
+            name=name_of(function),
+            call=call,
+            large=large,
+            keeps=keeps,
+            log=futures.log,
+            settle=futures.settle,
         )
-        pending.futures[asked.number] = (futures, asked)
-        self._calls.ask(asked)
-        return futures
+        if not calls.ask(asked, self._new_code()):
+            raise self._error_if_over()
+        return futures, number
 
     def _new_code(self) -> Code | None:
         files = self._code.originals.values() if is_interactive() else ()  # a script is not edited while it runs
@@ -322,8 +255,8 @@ class StayingGang:
         return self._code
 
     def _error_if_over(self) -> GangError:
-        error = self._pending.end
-        if self._pending.is_closed or error is None:
+        error = self._calls.end
+        if self._calls.is_closed or error is None:
             text = "this gang is closed, and its ranks have ended: begin a new one by dispatch.gang(...)"
             return GangError(text, kind="closed")
         cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
@@ -337,21 +270,6 @@ class StayingGang:
         over = GangError(text, kind=getattr(cause, "kind", None))
         over.__cause__ = error
         return over
-
-
-@contextlib.contextmanager
-def _settled(future: GangFuture) -> Iterator[None]:
-    """Settle a future in the block.
-
-    An error of the block is logged, and fails an unsettled future. `concurrent.futures` lets a `SystemExit` or
-    `KeyboardInterrupt` of a user's callback through.
-    """
-    try:
-        yield
-    except BaseException as error:
-        _logger.exception("the future of a call, or a callback of the future, has raised an error")
-        if not future.done():
-            future.set_exception(raisable(error, "settling a future"))
 
 
 # ---- The magic `%%ranks`
