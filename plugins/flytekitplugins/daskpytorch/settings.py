@@ -169,7 +169,7 @@ class Evaluate:
     timeout: float = 1800.0
     """Timeout, in seconds, of one evaluation.
 
-    After the training's end, the gang waits at most this long for unfinished evaluations, as does `load(best=True)`.
+    The gang's end and `load(best=True)` wait for the running evaluation, and for that of the newest checkpoint.
     """
 
     def __post_init__(self) -> None:
