@@ -1,11 +1,8 @@
 """An error in code that only speeds up or measures a gang does not stop its ranks."""
 
-import functools
 import logging
-import os
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -17,30 +14,12 @@ from torch.utils.data import DataLoader
 from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client, fork_server
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.rank import main, usage
+from flytekitplugins.daskpytorch.rank import usage
 
 
 def fails(*_: Any, **__: Any) -> NoReturn:
     """Stand for a part of torch, the kernel or the container that is other than it was known to be."""
     raise AttributeError("no such thing here")
-
-
-def test_rank_trains_where_torch_does_not_tell_its_gpus_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in range(2):
-        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="as of torch 2.6"))
-    monkeypatch.setattr(main, "stay_beside", functools.partial(main.stay_beside, system=tmp_path))
-    node = Node(worker="w", host="h", num_cores=8, gpus=("0",), gpu_names=(), interface=None, versions={})
-    [[place]] = place_ranks([node], 1)
-    order: Any = SimpleNamespace(place=place, job=SimpleNamespace(backend="nccl"))
-    cores = os.sched_getaffinity(0)
-    assert main._take_device(order) == torch.device("cuda:0")
-    assert os.sched_getaffinity(0) == cores
-    assert "Staying on the cores beside the GPU failed, and is left out: AttributeError" in caplog.text
 
 
 def test_rank_trains_where_torchs_loader_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:

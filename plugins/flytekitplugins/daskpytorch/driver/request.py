@@ -3,11 +3,9 @@
 import contextlib
 import inspect
 import pickle
-import resource
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.part import Part
@@ -108,9 +106,7 @@ def packed(
     if not aside and len(data) < LARGE:
         return data, None
     with contextlib.suppress(OSError):  # no file or no memory is left
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if len(list(Path("/proc/self/fd").iterdir())) < limit // 2:  # 1000 gangs may need 1000 open files
-            return b"", SharedMemory([data, *aside])
+        return b"", SharedMemory([data, *aside])
     return pack_call(function, args, kwargs), None
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import context
 from flytekitplugins.daskpytorch.process import program_end
-from flytekitplugins.daskpytorch.process.system import optional, show_as
+from flytekitplugins.daskpytorch.process.system import show_as
 from flytekitplugins.daskpytorch.protocol import messages, script
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
@@ -200,34 +200,7 @@ def _take_device(order: RankOrder) -> torch.device | None:
     torch.cuda.set_device(index)
     if not has_own:
         return None
-    with optional("Staying on the cores beside the GPU"):  # torch < 2.8 does not know the GPU's PCI address
-        stay_beside(index)
     return torch.device("cuda", index)
-
-
-def stay_beside(device: int, system: Path = Path("/sys")) -> None:
-    """Run this thread, and those that it starts, on the cores of the GPU's NUMA node, which Linux takes memory from."""
-    if sum(1 for _ in system.glob("devices/system/node/node[0-9]*")) < 2:
-        return
-    try:
-        node = int((system / "bus/pci/devices" / _address(device) / "numa_node").read_text())
-        cores = _numbers((system / f"devices/system/node/node{node}/cpulist").read_text())
-    except (OSError, ValueError):  # a virtual machine may hide the node, or give -1, which has no file
-        return
-    if allowed := cores & os.sched_getaffinity(0):
-        os.sched_setaffinity(0, allowed)
-
-
-def _address(device: int) -> str:
-    import torch
-
-    found: Any = torch.cuda.get_device_properties(device)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-
-
-def _numbers(ranges: str) -> set[int]:
-    ends = [part.split("-") for part in ranges.strip().split(",") if part]
-    return {number for first, *last in ends for number in range(int(first), int((last or [first])[0]) + 1)}
 
 
 @contextlib.contextmanager

@@ -114,15 +114,9 @@ class RunFutures(Logged, GangFutures):
 
 
 class _SettledFutures(RunFutures):
-    def __init__(self, run: Run, call: Callable[[ReceivedResults], Any]) -> None:
-        received = ReceivedResults()
-        future = GangFuture(received)
+    def __init__(self, run: Run, future: GangFuture) -> None:
         self._about, self._run_state = run, run.state
         self._num_ranks, self._futures = 1, [future]
-        try:
-            future.set_result(call(received))
-        except Exception as error:
-            future.set_exception(raisable(error, "the function"))
 
 
 class Run:
@@ -169,23 +163,23 @@ class Run:
         observers = [make() for make in self._settings.observers]
         self._show(observers, is_plain=True)
 
-        def call(received: ReceivedResults) -> Any:
-            try:
-                returned = run_here(
-                    function,
-                    self._settings,
-                    received,
-                    observers=self._observers(observers),
-                    training=self.training,
-                    storage=self.storage,
-                )
-            except BaseException as error:
-                self.conclude(error)
-                raise
-            self.conclude(None)
-            return returned
-
-        return _SettledFutures(self, call)
+        future, ended = GangFuture(ReceivedResults()), None
+        try:
+            returned = run_here(
+                function,
+                self._settings,
+                future.received,
+                observers=self._observers(observers),
+                training=self.training,
+                storage=self.storage,
+            )
+            future.set_result(returned)
+        except Exception as error:
+            ended = error
+            future.set_exception(raisable(error, "the function"))
+        finally:
+            self.conclude(ended or sys.exception())
+        return _SettledFutures(self, future)
 
     def _observers(self, asked: Sequence[Observer]) -> Sequence[Observer]:
         if self.shown is not None:

@@ -52,7 +52,7 @@ class KeptValues:
     """
 
     def __init__(self, gang: StayingGang, number: int, name: str, forget: Callable[[int], object]) -> None:
-        self._gang = gang
+        self.gang = gang
         self._number = number
         self._name = name
         weakref.finalize(self, forget, number).atexit = False
@@ -60,11 +60,8 @@ class KeptValues:
     def __repr__(self) -> str:
         return f"<what {self._name} has returned in each rank>"
 
-    def is_in(self, gang: StayingGang) -> bool:
-        return gang is self._gang
-
     def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        if _packing.get() is not self._gang:
+        if _packing.get() is not self.gang:
             raise TypeError(
                 f"{self!r} stands for values in the ranks of one gang: pass it to gang.call or gang.keep of that gang"
             )
@@ -196,6 +193,9 @@ class StayingGang:
         futures.result()
         return kept
 
+    def keeps(self, value: object) -> bool:
+        return isinstance(value, KeptValues) and value.gang is self
+
     def output_here(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a notebook shows the ranks' output in the cell that runs now."""
         return self._shown.output_here() if self._shown is not None else contextlib.nullcontext()
@@ -287,19 +287,16 @@ def load_magic(shell: Any) -> None:
         ast.parse(source)  # a syntax error needs no rank
         if (gang := StayingGang.newest()) is None:
             raise RuntimeError("%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)")
+        kept = {name: value for name, value in shell.user_ns.items() if gang.keeps(value)}
         remember(CELL, source)
         with gang.output_here():
-            values = gang.call(cell, source, kept_of(gang, shell.user_ns)).result()
+            values = gang.call(cell, source, kept).result()
         is_quiet = shell.displayhook.semicolon_at_end_of_expression(source)
         for rank, value in enumerate(values):
             if value is not None and not is_quiet:
                 print(f"[rank {rank}] {value}")
 
     shell.register_magic_function(ranks, "cell", "ranks")
-
-
-def kept_of(gang: StayingGang, names: dict[str, Any]) -> dict[str, KeptValues]:
-    return {name: value for name, value in names.items() if isinstance(value, KeptValues) and value.is_in(gang)}
 
 
 _newest: list[weakref.ref[StayingGang]] = []
