@@ -190,9 +190,7 @@ def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(
     play: Callable[[socket.socket, bytes], None], bomb: Bomb
 ) -> None:
     address, thread = impostor(lambda called: play(called, pickle.dumps(bomb)))
-    with pytest.raises(
-        ConnectionError, match=r"the driver of its gang is not there .*another program may use its port"
-    ):
+    with pytest.raises(ConnectionError, match=r"the driver of its gang is not there.*another program may use its port"):
         framing.dial(order(address))
     thread.join()
 

@@ -229,17 +229,13 @@ def _dial_once(order: AgentOrder) -> Connection:
     watch_peer(sock)
     try:
         return introduce(sock, order.token)
-    except ConnectionAbortedError as error:
-        raise ConnectionAbortedError(
+    except (ConnectionAbortedError, ConnectionRefusedError) as error:
+        is_retried = isinstance(error, ConnectionAbortedError)
+        raise (ConnectionAbortedError if is_retried else ConnectionError)(
             f"{_this_worker(order)} called {host}:{port}, and the driver of its gang is not there, or has too many "
             f"other callers ({error}). The driver may have ended, another program may use its port, or a proxy between "
             "them may hang up. See the driver's log for other callers, and check that the worker reaches this address "
             "directly."
-        ) from error
-    except ConnectionRefusedError as error:
-        raise ConnectionError(
-            f"{_this_worker(order)} called {host}:{port}, and the driver of its gang is not there ({error}). "
-            "The driver may have ended, and another program may use its port: check the driver, and start the run again"
         ) from error
 
 
