@@ -106,8 +106,9 @@ def test_what_failed_stands_at_the_top_in_the_end(in_task: Entered, error: BaseE
     To(recorder).logged(record(3, loss=0.5))
     with pytest.raises(type(error)), deck.published(shown(recorder, dict)):
         raise error
-    [made] = decks()
-    assert state(made.html) == word
+    [made], file = decks(), deck.local_file.get()
+    assert file is not None
+    assert state(file.read_text()) == state(made.html) == word
     assert "dpt-chart" in made.html
     To(recorder).noted("train: too late")
     assert "too late" not in made.html
