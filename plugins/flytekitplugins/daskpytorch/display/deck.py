@@ -31,10 +31,6 @@ NUM_OPEN = 8
 MAX_PAGE_POINTS = 24_000
 """Points of all charts together. Each adds 17 bytes to the page."""
 MAX_SHOWN_RANKS = 1_000
-NOTHING_LOGGED = (
-    "No records so far. Metrics of current_rank().log({...}), and of the callbacks for Lightning and Transformers, are "
-    "drawn here."
-)
 
 
 def html(run: RunState, places: Mapping[str, str] | None = None) -> str:
@@ -126,8 +122,6 @@ def _best_of(chart: Chart, name: str) -> str:
 
 def _metrics(run: RunState) -> Iterable[str]:
     if not run.charts:
-        if run.values.record is None and run.usages:
-            yield report.section("Metrics", report.text(NOTHING_LOGGED, quiet=True))
         return
     marks = [(float(step), "started again") for step, _ in run.restarts]
     budget = max(50, MAX_PAGE_POINTS // sum(len(chart.curves) for chart in run.charts))
