@@ -29,13 +29,11 @@ MAX_LEFT = 1e9
 """Seconds."""
 
 
-def describe(record: LogRecord | None, steps: Mapping[str, int] | None = None, pace: str = "") -> str:
+def describe(record: LogRecord, steps: Mapping[str, int] | None = None, pace: str = "") -> str:
     """Return a record as a line: epoch, step, loss, pace, other values.
 
     `steps` has the steps of values that are older or newer than the record.
     """
-    if record is None:
-        return ""
     numbers = record.numbers
     epoch = numbers.pop("epoch", None)
     parts = [] if epoch is None else [f"epoch {epoch:g}"]
@@ -46,9 +44,9 @@ def describe(record: LogRecord | None, steps: Mapping[str, int] | None = None, p
     return one_line("  ".join(filter(None, parts)), MAX_LINE)
 
 
-def describe_values(values: Values, pace: str = "") -> str:
-    newest = None if values.record is None else replace(values.record, metrics=values.metrics)
-    return describe(newest, values.steps, pace)
+def describe_values(values: Values) -> str:
+    record = values.record
+    return "" if record is None else describe(replace(record, metrics=values.metrics), values.steps)
 
 
 def pace_in_words(record: LogRecord, speed: float | None) -> str:
@@ -192,9 +190,8 @@ class Display(View):
         if record.is_evaluation:
             self.say(f"evaluated: {describe(record)}")
             return
-        pace = pace_in_words(record, self.state.rate.per_second)
+        text = describe(record, pace=pace_in_words(record, self.state.rate.per_second))
         if self._line is not None:
-            text = describe(record, pace=pace)
             self._board.bars.update(self._line, completed=num_done(record), total=record.num_steps, text=text)
         is_live, is_due = self._board.is_live, time.monotonic() - self._shown_at >= PLAIN_INTERVAL
         is_held_out_known = any(map(is_held_out, self.state.values.numbers))
@@ -204,7 +201,7 @@ class Display(View):
         # A terminal shows many models by their live lines alone.
         if not (is_live and self._mark) and (is_news or (is_due and not is_live)):
             self._shown_at = time.monotonic()
-            self.say(describe_values(self.state.values, pace))
+            self.say(text)
 
     def _conclude(self, error: Exception | None) -> None:
         self._close_line()
