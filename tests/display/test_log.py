@@ -5,7 +5,6 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
@@ -62,11 +61,11 @@ def test_a_model_that_is_stopped_early_has_not_failed(capsys: pytest.CaptureFixt
     assert (ended["level"], ended["end"]["text"]) == ("INFO", "others are better")
 
 
-def test_a_call_that_is_interrupted_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_that_fails_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     observer = begun()
-    for error in (None, CancelledError("the call was interrupted"), GangError("no")):
+    for error in (None, GangError("no")):
         To(observer).called("evaluate", error)
-    assert [line["level"] for line in said(capsys)[-3:]] == ["INFO", "WARNING", "ERROR"]
+    assert [line["level"] for line in said(capsys)[-2:]] == ["INFO", "ERROR"]
 
 
 def test_what_json_has_no_words_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:

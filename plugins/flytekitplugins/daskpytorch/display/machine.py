@@ -63,9 +63,7 @@ class MachineLog(View):
                 if isinstance(event, journal.Ended) and self.state.goodput is not None:
                     self._log(journal.Accounted(time=event.time, goodput=self.state.goodput))
                 is_stop = event.end.error in ("", StoppedEarlyError.__name__)
-                is_call = isinstance(event, journal.Called)
-                wanted = logging.WARNING if is_call and not event.end.is_failure else logging.ERROR
-                self._log(event, logging.INFO if is_stop else wanted)
+                self._log(event, logging.INFO if is_stop else logging.ERROR)
             case journal.Used():
                 self._log(event, logging.DEBUG, event.usage.rank)
             case _:

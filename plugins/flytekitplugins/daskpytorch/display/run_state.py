@@ -263,10 +263,8 @@ class RunState(Observer):
     @_fold.register
     def _(self, event: journal.Called) -> None:
         self.call = None
-        if event.end.is_failure:
+        if event.end.error:
             self.history.tell(event, f"{event.name} failed: {event.end.text}", "bad")
-        elif event.end.error:
-            self.history.tell(event, f"{event.name} was interrupted", "warn")
         self.history.enter(event, Phase(IDLE, "idle"))
 
     @_fold.register

@@ -121,10 +121,6 @@ class End:
         word = next((word for kind, word in OUTCOMES.items() if isinstance(error, kind)), "failed")
         return cls(word=word, text=str(error.__cause__ or error) or type(error).__name__, error=type(error).__name__)
 
-    @property
-    def is_failure(self) -> bool:
-        return self.word == "failed"
-
 
 # ---- Events ---------------------------------------------------------------------------------------------------------
 
