@@ -21,6 +21,7 @@ from flytekit import task
 
 from flytekitplugins.daskpytorch.protocol import code as code_module
 from flytekitplugins.daskpytorch.protocol import code as project_module
+from flytekitplugins.daskpytorch.protocol import pickler
 from flytekitplugins.daskpytorch.protocol.function import pack_call, unpack_call
 from processes import run_program
 
@@ -313,3 +314,13 @@ def test_function_that_cannot_be_pickled_is_named() -> None:
 
     with pytest.raises(TypeError, match="locked cannot be sent to the ranks, because the function itself cannot be"):
         pack_call(locked, (1,), {})
+
+
+def test_a_class_of_this_process_that_comes_back_stays_as_it_is() -> None:
+    class Local:
+        count = 0
+
+    data = pickler.dumps(Local)
+    Local.count = 5
+    assert pickle.loads(data) is Local
+    assert Local.count == 5
