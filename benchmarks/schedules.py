@@ -752,6 +752,7 @@ def _folders_in(folder: Path) -> list[Path]:
     """Return the scratch folders, except those of killed processes, which the next gang would remove."""
     from flytekitplugins.daskpytorch.process.folders import remove_abandoned
 
+    remove_abandoned.cache_clear()  # the package looks once a process
     remove_abandoned(str(folder))
     return list(folder.glob("daskpytorch-*"))
 
