@@ -18,6 +18,7 @@ import pickle
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, TypeVar
 
 import torch
@@ -33,6 +34,8 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, Checkpoin
 
 CHUNK = 8 << 20
 """Bytes per `write` call on a file in storage."""
+NUM_READERS = 8
+"""Items that are read at once. A request for one may take longer than its bytes."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 T = TypeVar("T")
 
@@ -165,16 +168,26 @@ class ShardReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         self.has_begun = True
-        for item in plan.items:
-            data = io.BytesIO(self._content(self._place(item)))
-            if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, data)
-            else:
-                _put(torch.load(data, map_location="cpu", weights_only=True), item, planner)
-            self._moved()
+        with ThreadPoolExecutor(NUM_READERS, "daskpytorch-shards") as pool:
+            for start in range(0, len(plan.items), NUM_READERS):
+                items = plan.items[start : start + NUM_READERS]
+                for item, content in zip(items, pool.map(self._content, map(self._place, items)), strict=True):
+                    self._fill(item, io.BytesIO(content), planner)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
+
+    def _fill(self, item: ReadItem, data: io.BytesIO, planner: LoadPlanner) -> None:
+        if item.type is LoadItemType.BYTE_IO:
+            planner.load_bytes(item, data)
+        else:
+            tensor = torch.load(data, map_location="cpu", weights_only=True)
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dim, start, length)
+            target = planner.resolve_tensor(item)
+            target.detach().copy_(tensor)
+            planner.commit_tensor(item, target)
+        self._moved()
 
     def _place(self, item: ReadItem) -> Any:
         return self.storage_data[item.storage_index]
@@ -197,14 +210,6 @@ class ShardReader(FileSystemReader):
             raise DamagedError(f"a file of it is missing ({error})") from error
         except Exception as error:  # any error of a store's client
             raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def _put(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    target = planner.resolve_tensor(item)
-    target.detach().copy_(tensor)
-    planner.commit_tensor(item, target)
 
 
 class Planner(DefaultLoadPlanner):
