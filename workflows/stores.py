@@ -17,7 +17,7 @@ each worker trains at once, 2 by default. `DASKPYTORCH_PROFILE=gpu` gives each w
 
 from __future__ import annotations
 
-from functools import partial, update_wrapper
+from functools import partial
 from typing import NamedTuple
 
 import pandas as pd
@@ -80,8 +80,9 @@ def forecast(data: str, num_stores: int, num_days: int, hp: Hyperparameters) -> 
     from flytekitplugins.daskpytorch import dispatch  # here because it imports Dask, which other tasks do not need
 
     frame = sales.frame_of(data, num_stores, num_days, num_parts=2 * NUM_WORKERS)
-    train = update_wrapper(partial(sales.train, hp=hp), sales.train)
-    models = dispatch.map(current_client(), train, frame.groupby("store"), models_per_worker=MODELS_PER_WORKER)
+    models = dispatch.map(
+        current_client(), partial(sales.train, hp=hp), frame.groupby("store"), models_per_worker=MODELS_PER_WORKER
+    )
     return models.to_frame()
 
 

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ dd = pytest.importorskip("dask.dataframe")
 
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangError, Wandb, current_rank, dispatch
+from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from processes import dask_cluster
 
 FRAME = pd.DataFrame({"store": [*"abcd"] * 6, "item": [1, 2] * 12, "sales": range(24)})
@@ -86,6 +88,52 @@ def test_models_that_were_trained_before_a_rank_was_killed_are_not_trained_again
     assert begun[3] == begun[4]
 
 
+def test_storage_keeps_the_models_of_keys_whose_rows_are_unchanged(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = SweepStorage.note_keys
+    monkeypatch.setattr(SweepStorage, "note_keys", lambda *args: (time.sleep(0.5), note(*args)))  # a slow disk
+
+    def train(key: str, rows: Any, scale: int = 1) -> int:
+        with (tmp_path / "trained").open("a") as file:
+            file.write(key)
+        if key == "b" and len(rows) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if key == "c" and len(rows) == 6:
+            raise LookupError("no model")
+        time.sleep(0.51)  # longer than results wait
+        return scale * int(rows["sales"].sum())
+
+    def trained(frame: Any, **bound: int) -> tuple[str, Any]:
+        (tmp_path / "trained").write_text("")
+        how: Any = {"storage": str(tmp_path / "kept"), "name": "stores", "gang": Gang(max_restarts=0)}
+        models = dispatch.map(client, partial(train, **bound), frame.groupby("store"), **how)
+        try:
+            table = models.to_frame(100)
+        except GangError:
+            table = None
+        return "".join(sorted((tmp_path / "trained").read_text())), table
+
+    first, table = trained(FRAME.sort_values("store", ascending=False))
+    assert table is None  # the rank of b was killed, after a model or two of other keys
+    assert "b" in first
+    known = set(first) - {"b", "c"}
+    again, _ = trained(FRAME)
+    assert known.isdisjoint(again)
+    known |= set(again) - {"b", "c"}
+    changed = FRAME[~((FRAME["store"] == "b") & (FRAME["item"] == 2) & (FRAME["sales"] > 20))]
+    changed = changed[changed["sales"] != 1]
+    second, table = trained(changed.sample(frac=1, random_state=1))  # the order of rows does not count
+    assert set(second) == {*"abcd"} - known
+    totals = changed.groupby("store")["sales"].sum()
+    assert [*table["result"].dropna()] == [totals[store] for store in "abd"]
+    third, table = trained(changed)
+    assert third == "c"  # which has failed
+    assert [*table["result"].dropna()] == [totals[store] for store in "abd"]
+    with pytest.raises(ValueError, match=r"the function's argument scale was not there, and is 2"):
+        trained(changed, scale=2)
+
+
 def test_keys_of_several_types_are_rows_too(client: Client) -> None:
     frame = pd.DataFrame({"store": ["a", 1, 1], "sales": range(3)})
     table = dispatch.map(client, lambda _, rows: len(rows), frame.groupby("store", sort=False)).to_frame()
@@ -107,8 +155,8 @@ def test_other_groups_are_refused(client: Client, rows: Any, message: str) -> No
 
 
 def test_arguments_for_experiments_are_refused_for_frames_and_the_other_way_round(client: Client) -> None:
-    with pytest.raises(ValueError, match=r"storage='x'.*workers=2"):
-        dispatch.map(client, fit, FRAME.groupby("store"), storage="x", workers=2)
+    with pytest.raises(ValueError, match=r"wandb=.*workers=2"):
+        dispatch.map(client, fit, FRAME.groupby("store"), wandb=Wandb(project="x"), workers=2)
     with pytest.raises(ValueError, match="models_per_worker"):
         dispatch.map(client, fit, [1], models_per_worker=2)
     with pytest.raises(TypeError, match="argument"):

@@ -191,6 +191,8 @@ def map(  # noqa: A001 - what it is to the builtin, `run` is to a call
     *,
     models_per_worker: int | None = None,
     gang: Gang | None = None,
+    storage: str | None = None,
+    name: str | None = None,
 ) -> KeyedModels: ...
 
 
@@ -247,8 +249,9 @@ def map(  # noqa: A001
         storage: Folder or fsspec URL (`s3://bucket/prefix`) that keeps the results, records and checkpoints of each
             model in `storage/name/index`. A repeated call, in another process, in a Flyte retry, or with more
             experiments at the end, trains only missing models. Failed and cancelled ones go on from their newest
-            checkpoints. Files that ranks submit are not kept. Two processes must not use one name at a time. Stored
-            files are pickles, which are trusted when they are read: let nobody else write there.
+            checkpoints. A data frame's keys whose rows are unchanged are not trained again. Files that ranks submit are
+            not kept. Two processes must not use one name at a time. Stored files are pickles, which are trusted when
+            they are read: let nobody else write there.
         name: Name of the folder in `storage`. None: the function's name.
 
     Returns:
@@ -282,7 +285,10 @@ def map(  # noqa: A001
     if _is_grouped(experiments):
         from flytekitplugins.daskpytorch.sweep import keys
 
-        return keys.train_all(problems, client, pytorch_function, experiments, models_per_worker, gang or Gang(), run)
+        settings = gang or Gang()
+        return keys.train_all(
+            problems, client, pytorch_function, experiments, models_per_worker, settings, storage, name, run
+        )
     problems.unless(models_per_worker is None, "models_per_worker", "left out without a data frame's groupby")
     problems.raise_any()
     from flytekitplugins.daskpytorch.sweep.models import train_all

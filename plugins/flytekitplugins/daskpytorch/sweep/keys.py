@@ -6,12 +6,13 @@ Results travel by the Dask scheduler's metadata, which outlive ranks and workers
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,9 +30,10 @@ from flytekitplugins.daskpytorch.data.partitions import (
 from flytekitplugins.daskpytorch.display.notebook import row_of
 from flytekitplugins.daskpytorch.display.training import fields_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
-from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, name_of
+from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, key_of, name_of
 from flytekitplugins.daskpytorch.protocol.pickler import dumps
 from flytekitplugins.daskpytorch.settings import Gang, is_debugging
+from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +45,9 @@ FOLDER = "daskpytorch-keys"
 SEND_INTERVAL = 0.5
 PARTS_PER_RANK = 4
 MANY_RANKS = 8
+Row = tuple[bytes, str | None, str | None]
+"""The pickled value or the error, and the digest of the key's rows if storage keeps the model."""
+Known = dict[Any, tuple[str, bytes]] | None
 
 
 class Grouped(Protocol):
@@ -73,12 +78,14 @@ def train_all(
     grouped: Any,
     per_worker: int | None,
     settings: Gang,
+    storage: str | None,
+    folder: str | None,
     run: Callable[..., GangFutures],
 ) -> KeyedModels:
     problems.check("experiments", BY_COLUMNS)
     problems.check("experiments.dropna", WITHOUT_MISSING_KEYS)
     problems.check("models_per_worker", checks.optional(checks.COUNT))
-    for name in ("stop_early", "wandb", "storage"):
+    for name in ("stop_early", "wandb"):
         problems.check(name, checks.left_out(" for a data frame"))
     problems.check("workers", checks.must_be("left out for a data frame, which takes all workers", lambda n: n == 1))
     problems.unless(settings.ranks_per_worker == "auto", "gang", "without ranks_per_worker: see models_per_worker")
@@ -87,9 +94,11 @@ def train_all(
     check_function(train)
     check_arguments(train, None, None)
     by, name = columns_of(grouped) or [], uuid.uuid4().hex
-    each_key = EachKey(train, by, _parts_of(client, grouped, by, per_worker), name, address_for_ranks(client))
+    kept = SweepStorage(storage, folder or key_of(train)) if storage is not None else None
+    known = kept.keys(train) if kept is not None else None
+    each_key = EachKey(train, by, _parts_of(client, grouped, by, per_worker), name, address_for_ranks(client), known)
     settings = replace(settings, ranks_per_worker=per_worker or "auto", hints=False)
-    return KeyedModels(client, by, name, run(client, each_key, gang=settings))
+    return KeyedModels(client, by, name, run(client, each_key, gang=settings), kept)
 
 
 def _parts_of(client: Client, grouped: Any, by: list[Any], per_worker: int | None) -> Any:
@@ -111,8 +120,17 @@ def _parts_of(client: Client, grouped: Any, by: list[Any], per_worker: int | Non
 
 
 class EachKey:
-    def __init__(self, train: Callable[..., Any], by: list[Any], parts: Any, name: str, scheduler: str | None) -> None:
+    def __init__(
+        self,
+        train: Callable[..., Any],
+        by: list[Any],
+        parts: Any,
+        name: str,
+        scheduler: str | None,
+        known: Known,
+    ) -> None:
         self._train, self._by, self._parts, self._name, self._scheduler = train, by, parts, name, scheduler
+        self._known = known
         self.__qualname__, self.__module__ = name_of(train), train.__module__  # the gang has the function's name
 
     def __call__(self) -> None:
@@ -122,27 +140,41 @@ class EachKey:
         for part in share:
             for key, rows in part.groupby(by if len(by) > 1 else by[0], observed=True):
                 if key not in results.done:
-                    results.add(key, _row(self._train, key, rows))
+                    results.add(key, self._row(key, rows))
                     rank.progress.move()
         results.send()
 
+    def _row(self, key: Any, rows: pd.DataFrame) -> Row:
+        digest = _digest(rows) if self._known is not None else None
+        before, value = (self._known or {}).get(key, (None, b""))
+        if digest is not None and digest == before:
+            return value, None, digest
+        try:
+            return dumps(self._train(key, rows)), None, digest
+        except Exception as error:  # any error of the user's function, or of a value that cannot be pickled
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return b"", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})", None
 
-def _row(train: Callable[..., Any], key: Any, rows: pd.DataFrame) -> tuple[bytes, str | None]:
+
+def _digest(rows: pd.DataFrame) -> str | None:
+    """Return a digest of a key's rows in any order, or None for values that pandas cannot hash, such as lists."""
+    from pandas.util import hash_pandas_object
+
     try:
-        return dumps(train(key, rows)), None
-    except Exception as error:  # any error of the user's function, or of a value that cannot be pickled
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return b"", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        hashes = sorted(hash_pandas_object(rows, index=False).tolist())
+    except TypeError:
+        return None
+    return hashlib.sha256(repr([[*rows.dtypes.items()], hashes]).encode()).hexdigest()
 
 
 class _Results:
     def __init__(self, client: Client, name: str) -> None:
         self._client, self._name = client, name
         self.done = set(_read(client.get_metadata([FOLDER, name], {})))
-        self._rows: dict[Any, tuple[bytes, str | None]] = {}
+        self._rows: dict[Any, Row] = {}
         self._sent_at = time.monotonic()
 
-    def add(self, key: Any, row: tuple[bytes, str | None]) -> None:
+    def add(self, key: Any, row: Row) -> None:
         self._rows[key] = row
         if time.monotonic() - self._sent_at >= SEND_INTERVAL:
             self.send()
@@ -153,8 +185,8 @@ class _Results:
         self._rows, self._sent_at = {}, time.monotonic()
 
 
-def _read(batches: dict[str, bytes]) -> dict[Any, tuple[bytes, str | None]]:
-    rows: dict[Any, tuple[bytes, str | None]] = {}
+def _read(batches: dict[str, bytes]) -> dict[Any, Row]:
+    rows: dict[Any, Row] = {}
     for batch in batches.values():
         rows |= pickle.loads(batch)  # noqa: S301 - from our own ranks
     return rows
@@ -166,8 +198,10 @@ def _read(batches: dict[str, bytes]) -> dict[Any, tuple[bytes, str | None]]:
 class KeyedModels:
     """Models of a data frame's keys."""
 
-    def __init__(self, client: Client, by: Iterable[Any], name: str, gang: GangFutures) -> None:
-        self._by, self._gang = list(by), gang
+    def __init__(
+        self, client: Client, by: Iterable[Any], name: str, gang: GangFutures, storage: SweepStorage | None
+    ) -> None:
+        self._by, self._gang, self._storage = list(by), gang, storage
         self._rows: Future[list[dict[str, Any]]] = Future()
         gang[0].add_done_callback(lambda _: self._collect(client, name))
 
@@ -180,6 +214,7 @@ class KeyedModels:
             TimeoutError: The training goes on after `timeout` seconds.
             Exception: The gang failed.
         """
+        wait([self._rows], timeout)  # storage has the models, also those of a failed gang
         self._gang.result(timeout)
         require_extra("dataframe", "to_frame()")
         import pandas as pd
@@ -202,7 +237,9 @@ class KeyedModels:
         try:
             found = _read(client.get_metadata([FOLDER, name], {}))
             client.set_metadata([FOLDER, name], {})
-            self._rows.set_result([self._row(key, *row) for key, row in found.items()])
+            if self._storage is not None:
+                self._storage.note_keys({key: (digest, value) for key, (value, _, digest) in found.items() if digest})
+            self._rows.set_result([self._row(key, *row[:2]) for key, row in found.items()])
         except BaseException as error:  # the scheduler is lost, or a value cannot be unpickled
             self._rows.set_exception(raisable(error, "reading the models' results"))
 

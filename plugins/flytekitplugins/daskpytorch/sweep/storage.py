@@ -2,7 +2,8 @@
 
 The sweep's folder has `call.pkl`, which describes the called function, and a folder for each model, named by index. A
 model's `begun.pkl` has its experiment and its records so far. `driver.vault` writes and finds the checkpoints in the
-same folder. A model that has ended has `outcome.pkl`, too. Each file appears whole or not at all.
+same folder. A model that has ended has `outcome.pkl`, too. Models of a data frame's keys are in one file, `keys.pkl`.
+Each file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flytekitplugins.daskpytorch.protocol.function import name_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.records import LogRecord
 
-CALL, BEGUN, OUTCOME = "call.pkl", "begun.pkl", "outcome.pkl"
+CALL, BEGUN, OUTCOME, KEYS = "call.pkl", "begun.pkl", "outcome.pkl", "keys.pkl"
 NUM_READERS = 16
 MAX_COMPARED = 1 << 16
 """Bytes of a pickled argument of a partial function. A repeated `dispatch.map` does not compare larger arguments."""
@@ -83,6 +84,22 @@ class SweepStorage:
         if found.get(CALL) is None:
             self.files.write(f"{self.folder}/{CALL}", _pickled(mine))
         return kept
+
+    def keys(self, function: Callable[..., Any]) -> dict[Any, tuple[str, bytes]]:
+        """Return the digest of the rows and the pickled value of each key that an earlier call has trained."""
+        self.open(function, [])
+        return self._known_keys()
+
+    def note_keys(self, keys: Mapping[Any, tuple[str, bytes]]) -> None:
+        """Add the keys of a call, which may have failed before it had trained all."""
+        try:
+            self.files.write(f"{self.folder}/{KEYS}", pickle.dumps({**self._known_keys(), **keys}))
+        except Exception as error:  # a store's client may raise anything, and the results must not be lost
+            failed = f"the models of {len(keys)} keys could not be written to {self.folder}"
+            say(f"{failed} ({type(error).__name__}: {error}); a repeated call trains them again")
+
+    def _known_keys(self) -> dict[Any, tuple[str, bytes]]:
+        return (self._read(KEYS) or {}) if KEYS in self.files.below(self.folder) else {}
 
     def model(self, index: int, about: Callable[[], dict[str, Any]]) -> ModelStorage:
         return ModelStorage(files=self.files, folder=f"{self.folder}/{index}", about=about)
