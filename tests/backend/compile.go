@@ -108,7 +108,7 @@ func inputs(plan *admin.LaunchPlanSpec) *core.LiteralMap {
 	given := map[string]*core.Literal{}
 	for name, parameter := range plan.GetDefaultInputs().GetParameters() {
 		if given[name] = parameter.GetDefault(); given[name] == nil {
-			given[name] = coreutils.MustMakeDefaultLiteralForType(parameter.GetVar().GetType())
+			given[name] = defaultOf(parameter.GetVar().GetType())
 		}
 	}
 	for name, value := range plan.GetFixedInputs().GetLiterals() {
@@ -120,9 +120,20 @@ func inputs(plan *admin.LaunchPlanSpec) *core.LiteralMap {
 func defaults(variables *core.VariableMap) map[string]*core.Literal {
 	made := map[string]*core.Literal{}
 	for name, variable := range variables.GetVariables() {
-		made[name] = coreutils.MustMakeDefaultLiteralForType(variable.GetType())
+		made[name] = defaultOf(variable.GetType())
 	}
 	return made
+}
+
+// defaultOf knows tables, too, which Flyte's own function refuses.
+func defaultOf(kind *core.LiteralType) *core.Literal {
+	table := kind.GetStructuredDatasetType()
+	if table == nil {
+		return coreutils.MustMakeDefaultLiteralForType(kind)
+	}
+	value := &core.StructuredDataset{Metadata: &core.StructuredDatasetMetadata{StructuredDatasetType: table}}
+	scalar := &core.Scalar{Value: &core.Scalar_StructuredDataset{StructuredDataset: value}}
+	return &core.Literal{Value: &core.Literal_Scalar{Scalar: scalar}}
 }
 
 // alone is a workflow of one task, whose node says of it what flytekit lets it say.

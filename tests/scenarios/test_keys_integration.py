@@ -126,10 +126,10 @@ def test_storage_keeps_the_models_of_keys_whose_rows_are_unchanged(
     second, table = trained(changed.sample(frac=1, random_state=1))  # the order of rows does not count
     assert set(second) == {*"abcd"} - known
     totals = changed.groupby("store")["sales"].sum()
-    assert [*table["result"].dropna()] == [totals[store] for store in "abd"]
+    assert [*table["result"].dropna()] == [totals[store] for store in ("a", "b", "d")]
     third, table = trained(changed)
     assert third == "c"  # which has failed
-    assert [*table["result"].dropna()] == [totals[store] for store in "abd"]
+    assert [*table["result"].dropna()] == [totals[store] for store in ("a", "b", "d")]
     with pytest.raises(ValueError, match=r"the function's argument scale was not there, and is 2"):
         trained(changed, scale=2)
 
