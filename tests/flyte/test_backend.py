@@ -18,7 +18,7 @@ GPU = "nvidia.com/gpu"
 ON_A_CLUSTER = {
     f"{profile} workflows.{task}"
     for profile in specs.PROFILES
-    for task in ("pet_names_sweep.sweep", "pet_names_scaling.scale")
+    for task in ("pet_names_sweep.sweep", "pet_names_scaling.scale", "stores.forecast")
 } | {"examples examples.more.own_environment"}
 SPOT = {"example.com/spot": "true"}
 
