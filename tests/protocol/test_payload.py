@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import resource
 import string
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +26,6 @@ from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, SharedMemory, cut, pieces_of_returned
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE
 from flytekitplugins.daskpytorch.rank.link import pickled, unwrapped
-from flytekitplugins.daskpytorch.settings import Gang
 
 # ---- A call's arguments in shared memory
 
@@ -105,17 +103,6 @@ def test_it_is_found_by_its_name_alone_and_goes_with_its_keeper() -> None:
     memory.close()
     assert not address.is_here
     assert data == b"data"  # mapped before
-
-
-def test_calls_that_wait_leave_half_of_the_files_that_may_be_open_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, tensor = np.arange(1 << 20), torch.arange(1 << 20)
-    assert request.request_for(take, (data,), {}, Gang()).large is not None
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2, 2))
-    asked = request.request_for(take, (data, tensor), {}, Gang())
-    assert asked.large is None
-    found, other = unpack_call(asked.call or b"").args
-    assert np.array_equal(found, data)
-    assert torch.equal(other, tensor)
 
 
 # ---- Return values
