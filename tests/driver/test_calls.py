@@ -22,13 +22,11 @@ from flytekitplugins.daskpytorch.errors import (
     PreemptedError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import (
     Ask,
     Debugged,
     Leaving,
-    NextCall,
     Tell,
 )
 from flytekitplugins.daskpytorch.records import LogRecord
@@ -64,7 +62,7 @@ class Staying(World):
             self.recalled[rank] = remembers(1)
         return self
 
-    def ask(self, code: Code | None = None) -> StayingCall:
+    def ask(self) -> StayingCall:
         number = len(self.asked) + 1
 
         def settle(outcome: Outcome) -> None:
@@ -72,7 +70,7 @@ class Staying(World):
             self.outcomes[number] = outcome
 
         call = StayingCall(number=number, name=f"f{number}", call=b"", log=self.logged.append, settle=settle)
-        if self.of_gang.ask(call, code):
+        if self.of_gang.ask(call):
             self.asked.append(call)
         self.obey_all()
         return call
@@ -335,20 +333,6 @@ def test_only_the_running_call_hears_what_a_rank_logs(world: Staying) -> None:
     world.ask()
     world.report(world.agent(W1), 0, record)
     assert world.logged == [record]
-
-
-def test_the_next_call_brings_the_newest_sources_of_calls_that_were_cancelled(world: Staying) -> None:
-    world.ask()
-    for dropped in [world.ask(Code(archive=b"", digest=digest)) for digest in ("older", "newer")]:
-        world.of_gang.cancel(dropped.number)
-    for number in (4, 5):
-        world.ask()
-        for rank in (0, 1):
-            world.end_call(rank)
-        begun = told(world, NextCall)
-        assert [order.number for order in begun] == [number, number]
-        assert {order.code and order.code.digest for order in begun} == {"newer" if number == 4 else None}
-        world.obey_all()
 
 
 # ---- The end

@@ -24,8 +24,6 @@ import torch.distributed as dist
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
-from flytekitplugins.daskpytorch.protocol import code
-from flytekitplugins.daskpytorch.task import staying
 from processes import MAX_SECONDS, nothing_left_behind, num_open_files, until
 
 COUNTS: list[int] = []
@@ -63,7 +61,7 @@ def numbers_of(array: np.ndarray, values: list[torch.Tensor]) -> tuple[float, np
 
 
 def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_ends_it(
-    client: Client, tmp_path: Path
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with dispatch.gang(client) as gang:
         values = gang.keep(load, 10)
@@ -94,8 +92,13 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
     with dispatch.gang(client) as again:
         [_, (pid, result)] = again.call(total, torch.ones(1)).result()
         assert result == 2.0
-        with pytest.raises(TypeError, match=r"pass it to gang\.call or gang\.keep of that gang"):
-            again.call(total, values)
+        with pytest.raises(LookupError, match=r"keeps no value.*gang\.keep returned its reference in another gang"):
+            again.call(total, values).result()
+        monkeypatch.syspath_prepend(str(tmp_path))
+        (tmp_path / "imported_later.py").write_text("def f(): pass\n")
+        with pytest.raises(ModuleNotFoundError, match="imported_later") as unknown:
+            again.call(importlib.import_module("imported_later").f).result()
+        assert unknown.value.__notes__[0].endswith("import this one, and begin anew.")
         futures = again.call(wait_for, str(tmp_path / "end"))
         until((tmp_path / "end1").exists, "the call")
         os.kill(pid, signal.SIGKILL)
@@ -104,30 +107,6 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
         again.close()
         with pytest.raises(GangError, match="this gang is closed"):
             again.call(total, 1)
-
-
-@pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_modules_that_the_driver_imports_later_travel_with_the_call(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_elsewhere: bool
-) -> None:
-    name = f"daskpytorch_later_{is_elsewhere}".lower()
-    (tmp_path / f"{name}.py").write_text("def value(): return __file__\n")
-    with dispatch.gang(client) as gang:
-        assert gang.call(total, torch.ones(1)).result()[0][1] == 2.0
-        monkeypatch.syspath_prepend(str(tmp_path))
-        if is_elsewhere:
-            monkeypatch.setattr(code, "running_kernel", lambda: "another")
-        value = importlib.import_module(name).value
-        places = gang.call(value).result()
-        assert [place == str(tmp_path / f"{name}.py") for place in places] == [not is_elsewhere] * 2
-        monkeypatch.setattr(staying, "is_interactive", lambda: True)
-        (tmp_path / f"{name}.py").write_text("def value(): return 'changed'\n")
-        gang.call(reload_named, name).result()
-        assert gang.call(value).result() == ["changed"] * 2
-
-
-def reload_named(name: str) -> None:
-    importlib.reload(sys.modules[name])
 
 
 def test_with_fewer_workers_than_wanted_a_call_has_a_future_for_each_rank_that_is_there(client: Client) -> None:
@@ -139,7 +118,7 @@ def test_with_fewer_workers_than_wanted_a_call_has_a_future_for_each_rank_that_i
 
 
 def test_a_rank_left_in_a_collective_ends_the_gang_and_a_new_one_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    settings = Gang(checkpoint_uri=str(tmp_path / "kept"), key="k")
+    settings = Gang(checkpoint_uri=str(tmp_path / "kept"), key="k", hang_timeout=5.0)
     with nothing_left_behind():
         with dispatch.gang(nproc=2, gang=settings) as gang:
             gang.call(save, 7).result()

@@ -27,8 +27,6 @@ class NextCall:
     number: int
     call: bytes = field(repr=False)
     """Empty if `large` has the call."""
-    code: Code | None = field(default=None, repr=False)
-    """Set if the driver has imported more modules since the gang's start."""
     large: Address | None = None
     keeps: bool = False
     """The rank keeps the return value under the call's number, instead of sending it."""

@@ -5,16 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
-import importlib
 import queue
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import StopSignal
-from flytekitplugins.daskpytorch.protocol.code import place_code
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.function import unpack_call, values
 from flytekitplugins.daskpytorch.protocol.messages import CallEnded, CallOrder, Finish, Forget, NextCall
@@ -22,8 +18,6 @@ from flytekitplugins.daskpytorch.protocol.script import completed
 from flytekitplugins.daskpytorch.rank import sources
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
-SHARED = (bool, int, float, str, bytes, tuple, type, ModuleType, FunctionType)
-"""Types whose values Python or several names may share: no name is known to be bound by a call."""
 CELL = "<cell of all ranks>"
 
 
@@ -33,18 +27,14 @@ class Server:
     def __init__(
         self,
         link: GangLink,
-        folder: Path,
         stop_signal: StopSignal,
         failure_of: Callable[[BaseException], Failure],
     ) -> None:
         self._link = link
-        self._folder = folder
         self._stop_signal = stop_signal
         self._failure_of = failure_of
         self._orders: queue.SimpleQueue[CallOrder] = queue.SimpleQueue()
         self._present: dict[str, Any] = {}
-        self._bound: set[str] = set()
-        """Names of `__main__` that calls have bound to kept values."""
 
     def put(self, order: CallOrder) -> None:
         self._orders.put(order)
@@ -54,7 +44,7 @@ class Server:
         self._present = dict(vars(sys.modules["__main__"]))
         while not isinstance(order := self._next(), Finish):
             if isinstance(order, Forget):
-                self._forget(order.number)
+                values.pop(order.number, None)
                 continue
             self._run(order)
             if self._stop_signal.has_fired:
@@ -69,10 +59,9 @@ class Server:
         self._link.progress.step = None
         value, failure = None, None
         try:
-            self._enter_code(order)
             large = order.large
-            parts = self._link.large(large) if large is not None else [memoryview(order.call)]
-            returned = completed(self._unpacked(parts))
+            data, *aside = self._link.large(large) if large is not None else [memoryview(order.call)]
+            returned = completed(_unpacked(data, aside, self._present))
             _wait_for_gpu()
             if order.keeps:
                 values[order.number], returned = returned, None
@@ -86,26 +75,15 @@ class Server:
                 stream.flush()  # the output of a call comes before its end
         self._link.send(CallEnded(number=order.number, value=value, failure=failure))
 
-    def _enter_code(self, order: NextCall) -> None:
-        if order.code is not None:
-            self._folder.mkdir(exist_ok=True)
-            sources.import_first_from(place_code(order.code, self._folder))
-            importlib.invalidate_caches()
 
-    def _unpacked(self, parts: Sequence[memoryview]) -> Callable[[], Any]:
-        main = vars(sys.modules["__main__"])
-        before = dict(main)
-        call = unpack_call(parts[0], parts[1:], self._present)
-        kept = {id(value) for value in values.values() if not isinstance(value, SHARED)}
-        self._bound.update(name for name, value in main.items() if id(value) in kept and value is not before.get(name))
-        return call
-
-    def _forget(self, number: int) -> None:
-        value, main = values.pop(number, None), vars(sys.modules["__main__"])
-        for name in list(self._bound):
-            if main.get(name, self) is value:
-                self._bound.remove(name)
-                del main[name]
+def _unpacked(data: memoryview, aside: list[memoryview], present: Mapping[str, Any]) -> Callable[[], Any]:
+    try:
+        return unpack_call(data, aside, present)
+    except ModuleNotFoundError as error:
+        error.add_note(
+            "Ranks have the modules that were imported when their gang began: import this one, and begin anew."
+        )
+        raise
 
 
 def _wait_for_gpu() -> None:

@@ -155,8 +155,7 @@ def _unpack(order: RankOrder, link: GangLink, session: Session, prompt: debugger
             from flytekitplugins.daskpytorch.rank.calls import Server
 
             explained = functools.partial(_explained, order, link, prompt)
-            folder = Path(order.scratch, f"sources-{order.place.local_rank}")
-            session.server = Server(link, folder, session.rank.stop_signal, explained)
+            session.server = Server(link, session.rank.stop_signal, explained)
             return functools.partial(session.server.serve)
         large = order.job.large
         data, *aside = link.large(large) if large is not None else [memoryview(order.job.call or b"")]

@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any, Never
 
 from flytekitplugins.daskpytorch.protocol.code import MAX_DATA_BYTES, Program, Sources
-from flytekitplugins.daskpytorch.protocol.script import attributes_of
 
 
 def import_first_from(sources: Sources) -> None:
@@ -32,7 +31,6 @@ def import_first_from(sources: Sources) -> None:
     sys.path[:] = [*sources.folders, *(folder for folder in sys.path if folder not in sources.folders)]
     if not sources.originals:
         return
-    _renew_packages(Path(sources.folders[0]))
 
     def find_in(path: str) -> FileFinder:
         if not Path(path).is_relative_to(sources.folders[0]):
@@ -45,16 +43,6 @@ def import_first_from(sources: Sources) -> None:
         remember(original, sources.script.read_text(encoding="utf-8", errors="replace"))
 
 
-def _renew_packages(folder: Path) -> None:
-    for module in list(sys.modules.values()) if _copies else ():
-        paths = attributes_of(module).get("__path__")
-        if isinstance(paths, list):
-            below = [(Path(path), copy) for path in paths for copy in _copies if Path(path).is_relative_to(copy)]
-            newest = dict.fromkeys(str(folder / path.relative_to(copy)) for path, copy in below)
-            paths[:] = dict.fromkeys([*newest, *paths])
-    _copies.add(folder)
-
-
 def explain(error: BaseException, sources: Sources) -> None:
     if sources.originals and isinstance(error, FileNotFoundError):
         error.add_note(
@@ -62,9 +50,6 @@ def explain(error: BaseException, sources: Sources) -> None:
             f"with up to {MAX_DATA_BYTES >> 20} MiB of files beside the code, the smallest first. "
             "The driver's other files are not there: pass them as arguments, by storage, or in the image."
         )
-
-
-_copies: set[Path] = set()
 
 
 class _Copied(SourceFileLoader):

@@ -9,11 +9,9 @@ import ast
 import contextlib
 import functools
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
     from flytekitplugins.daskpytorch.driver.request import Request
     from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
-    from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
     from flytekitplugins.daskpytorch.records import LogRecord
 
@@ -61,10 +58,6 @@ class KeptValues:
         return f"<what {self._name} has returned in each rank>"
 
     def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        if _packing.get() is not self.gang:
-            raise TypeError(
-                f"{self!r} stands for values in the ranks of one gang: pass it to gang.call or gang.keep of that gang"
-            )
         return kept_value, (self._number,)
 
 
@@ -108,11 +101,10 @@ class StayingGang:
 
     def __init__(self, run: Run, request: Request, launcher: AgentLauncher, num_ranks: int) -> None:
         self._calls = calls = Calls()
-        self._numbers = itertools.count(1)
         self._settings = request.settings
-        self._code = pack_code()
-        self._num_modules = len(sys.modules)
-        self._supervisor = run.supervised(replace(request, calls=calls), launcher)
+        code = pack_code()
+        self._states = dict(code.originals.values())
+        self._supervisor = run.supervised(replace(request, calls=calls, code=code), launcher)
         self._shown = run.shown
         self._futures = RunFutures(run, self._supervisor, num_ranks)
         self._futures[0].add_done_callback(lambda future: calls.note_end(future.exception()))
@@ -216,14 +208,10 @@ class StayingGang:
         if function in (run_script, run_module):
             raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
         check_function(function)
-        if self._settings.on_error == "hold":  # a rank would wait in a debugger, for an error that is the caller's
-            check_arguments(function, *args, **kwargs)
-        token = _packing.set(self)
-        try:
-            call, large = packed(function, args, kwargs)
-        finally:
-            _packing.reset(token)
-        number, calls = next(self._numbers), self._calls
+        check_arguments(function, *args, **kwargs)
+        call, large = packed(function, args, kwargs)
+        self._warn_of_changes()
+        number, calls = next(_numbers), self._calls
         keep = self, function, args, kwargs
         cancel = functools.partial(calls.cancel, number)
         futures = CallFutures(self._supervisor, calls.num_ranks, self._futures.thread, cancel, keep)
@@ -236,23 +224,15 @@ class StayingGang:
             log=futures.log,
             settle=futures.settle,
         )
-        if not calls.ask(asked, self._new_code()):
+        if not calls.ask(asked):
             raise self._error_if_over()
         return futures, number
 
-    def _new_code(self) -> Code | None:
-        files = self._code.originals.values() if is_interactive() else ()  # a script is not edited while it runs
-        changed = [path for path, state in files if state_of(Path(path)) != state]
-        for path in changed:
-            say(
-                f"{path} has changed, and ranks that have imported it keep the old code. Begin a new gang, "
-                "or have the ranks reload the module: gang.call(importlib.reload, module)"
-            )
-        known, self._num_modules = self._num_modules, len(sys.modules)
-        if not changed and known == self._num_modules:
-            return None
-        self._code = pack_code()
-        return self._code
+    def _warn_of_changes(self) -> None:
+        for path, state in self._states.items() if is_interactive() else ():  # a script is not edited while it runs
+            self._states[path] = state_of(Path(path))
+            if self._states[path] != state:
+                say(f"{path} has changed, and the ranks keep the old code: begin a new gang to use the new one")
 
     def _error_if_over(self) -> GangError:
         error = self._calls.end
@@ -300,4 +280,5 @@ def load_magic(shell: Any) -> None:
 
 
 _newest: list[weakref.ref[StayingGang]] = []
-_packing: ContextVar[StayingGang | None] = ContextVar("_packing", default=None)
+_numbers = itertools.count(1)
+"""Of all gangs' calls, so that a reference from another gang finds no value."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.agents import Peer
     from flytekitplugins.daskpytorch.driver.attempt import Answers, Attempt
     from flytekitplugins.daskpytorch.driver.state import GangState
-    from flytekitplugins.daskpytorch.protocol.code import Code
     from flytekitplugins.daskpytorch.protocol.failure import Recalled
     from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 
@@ -72,8 +71,6 @@ class Calls(Part):
         self._is_over = False
         self._lock = threading.Lock()
         self._waiting: deque[StayingCall | Forget] = deque()
-        self._code: Code | None = None
-        """Newest sources that the ranks lack, for the next call that begins."""
 
     # ---- from the caller's threads
 
@@ -81,12 +78,11 @@ class Calls(Part):
     def is_open(self) -> bool:
         return self.end is None and not self.is_closed
 
-    def ask(self, call: StayingCall, code: Code | None = None) -> bool:
-        """Queue a call, with sources that the ranks lack. Return False if the gang is closed or has ended."""
+    def ask(self, call: StayingCall) -> bool:
+        """Queue a call. Return False if the gang is closed or has ended."""
         with self._lock:
             if not self.is_open:
                 return False
-            self._code = code or self._code
             self.open[call.number] = call
             self._waiting.append(call)
         self.post(bool)  # wakes the gang's thread
@@ -165,9 +161,7 @@ class Calls(Part):
         attempt.steps.clear()  # an asynchronous save reports after its call's end, too
         attempt.excuse()
         address = call.large.address if call.large is not None else None
-        with self._lock:
-            code, self._code = self._code, None
-        following = messages.NextCall(number=call.number, call=call.call, code=code, large=address, keeps=call.keeps)
+        following = messages.NextCall(number=call.number, call=call.call, large=address, keeps=call.keeps)
         attempt.tell(Tell(following))
         self._state.observers.tell(journal.Calling(name=call.name))
 
