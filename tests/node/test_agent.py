@@ -1,6 +1,7 @@
 """An agent carries out the driver's orders. The agent and its ranks are real, and the test plays the driver."""
 
 import atexit
+import contextlib
 import os
 import queue
 import signal
@@ -76,17 +77,22 @@ class Driver:
 
     def next(self, wanted: type[Wanted]) -> Wanted:
         """The next message or report of a kind."""
-        while True:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             while self.unheard:
                 if isinstance(each := self.unheard.popleft(), wanted):
                     return each
-            self.calls.get(timeout=60)()
+            with contextlib.suppress(queue.Empty):
+                self.calls.get(timeout=0.02)()
+            while self.listener.beats:
+                self.note_beat(*self.listener.beats.popitem())
+        pytest.fail(f"no {wanted.__name__} within a minute")
 
     def hear_beat(self) -> None:
         """Wait for the agent's next heartbeat; keep what comes before it."""
         assert self.connection is not None
-        before = self.connection.heard_at
-        until(lambda: self.connection is not None and self.connection.heard_at > before, "a heartbeat")
+        self.listener.beats.clear()
+        until(lambda: self.listener.beats, "a heartbeat")
         while not self.calls.empty():
             self.calls.get()()
 

@@ -27,9 +27,6 @@ class Heard:
     def hear_of_rank(self, connection: Connection, rank: int, said: object) -> object:
         return said
 
-    def note_beat(self, connection: Connection, beat: bytes) -> object:
-        return beat
-
     def note_end(self, connection: Connection) -> str:
         return GONE
 

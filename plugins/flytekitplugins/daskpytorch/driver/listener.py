@@ -49,6 +49,8 @@ class Listener:
         self._serve_file = serve_file
         self._room = threading.Semaphore(MAX_UNAUTHENTICATED)
         self._places = threading.Semaphore(MAX_WAITING)
+        self.beats: dict[Connection, bytes] = {}
+        """Newest heartbeats. They wake nobody: they only move deadlines back."""
         self._is_closing = False
         self._is_over = False
         self._lock = threading.Lock()
@@ -169,7 +171,7 @@ class Listener:
         while True:
             frame = connection.recv_frame()
             if framing.is_heartbeat(frame):
-                self._calls.put(functools.partial(self._state.note_beat, connection, frame))
+                self.beats[connection] = frame
             else:
                 self._note(connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
 

@@ -211,7 +211,7 @@ class Supervisor:
         allow_files(MAX_FILES)
         token = os.urandom(32)
         serve = functools.partial(self._serve_file, committer.vault)
-        listener = Listener(launcher.host, token, self._calls, serve)
+        self._listener = listener = Listener(launcher.host, token, self._calls, serve)
         agents = Agents(
             launcher=launcher,
             num_ranks=request.ranks_per_worker,
@@ -270,6 +270,8 @@ class Supervisor:
         self._brain = brain = Brain(state, code)
         while (results := brain.decide()) is None:
             self._take(brain.patience)
+            while self._listener.beats:
+                state.note_beat(*self._listener.beats.popitem())
             state.look_for_silence()
         evaluator.conclude()
         evaluator.end()  # before the last write to storage, which applies the retention policy
