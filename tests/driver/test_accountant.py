@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import Goodput, RankUsage
 from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Spent
+from flytekitplugins.daskpytorch.protocol.messages import Spent
 from simulated_gang import Agent, OwnError, World, raised
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
@@ -231,39 +229,6 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
     assert parts(world.accountant.final(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
 
 
-def answers(world: Trained, worker: str) -> list[tuple[int, float]]:
-    """The numbers of the requests that ranks there had answered, and the seconds of steps that they were told."""
-    told = [getattr(order, "order", None) for order in world.agent(worker).orders]
-    return [(each.number, each.value.stepping) for each in told if isinstance(each, Answer)]
-
-
-def test_all_ranks_get_the_same_answer_to_the_same_request(world_of: MakeTrained) -> None:
-    world = world_of(1.0)
-    world.spend(stepping=5.0)
-    world.report(world.agent(W1), 0, Ask(Question.GOODPUT, 1))
-    world.spend(stepping=7.0)
-    world.report(world.agent(W2), 1, Ask(Question.GOODPUT, 1))
-    world.report(world.agent(W1), 0, Ask(Question.GOODPUT, 2))
-    assert (answers(world, W1), answers(world, W2)) == ([(1, 5.0), (2, 12.0)], [(1, 5.0)])
-
-
-def test_who_asks_before_rank_0_hears_what_rank_0_has_done_by_then(world_of: MakeTrained) -> None:
-    world = world_of(1.0)
-    world.report(world.agent(W2), 1, Ask(Question.GOODPUT, 1))
-    assert answers(world, W2) == []
-    world.spend(stepping=5.0)  # as rank 0 says before it asks itself, and now and then in any case
-    world.report(world.agent(W1), 0, Ask(Question.GOODPUT, 1))
-    assert answers(world, W1) == answers(world, W2) == [(1, 5.0)]
-
-
-def test_who_asks_when_rank_0_has_done_its_work_is_answered_at_once(world_of: MakeTrained) -> None:
-    world = world_of(1.0)
-    world.spend(stepping=5.0)
-    world.report(world.agent(W1), 0, Spent({"stepping": 5.0}, is_last=True))
-    world.report(world.agent(W2), 1, Ask(Question.GOODPUT, 1))
-    assert answers(world, W2) == [(1, 5.0)]
-
-
 # ---- Hours and their price
 
 
@@ -353,52 +318,3 @@ def test_a_line_names_the_share_of_the_steps_and_all_that_took_time() -> None:
     names = ["total", "starting", "preparing", "stepping", "data", "compiling"]
     names += ["evaluation", "saving", "waiting", "lost"]
     assert list(Goodput().as_dict()) == names
-
-
-# ---- The accountant alone -------------------------------------------------------------------------------------------
-
-SECONDS = st.floats(0, 1e6)
-SPENT = st.fixed_dictionaries(
-    dict.fromkeys(("preparing", "stepping", "data", "evaluation", "saving", "waiting"), SECONDS)
-)
-ACTS = st.one_of(
-    st.tuples(st.just("enter"), st.sampled_from(["starting", "training", "waiting"])),
-    st.tuples(st.just("hear"), st.builds(Spent, SPENT, st.none() | st.integers(0, 3), st.booleans())),
-    st.tuples(st.just("keep"), st.integers(0, 3)),
-    st.tuples(st.just("close"), st.booleans()),
-)
-
-
-@given(st.lists(st.tuples(SECONDS, ACTS), max_size=20))
-def test_parts_add_up_and_none_is_negative_for_any_events(acts: list[tuple[float, tuple[str, Any]]]) -> None:
-    now = 100.0
-    accountant = Accountant(now, lambda: now)
-    for seconds, (act, what) in acts:
-        now += seconds
-        if act == "close":
-            accountant.close(is_lost=what)
-        else:
-            getattr(accountant, act)(what)
-        goodput = accountant.goodput()
-        check(goodput)
-        assert math.isclose(goodput.total, now - 100.0, abs_tol=1e-3)
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_what_a_driver_hears_late_is_not_taken_from_the_work(is_lost: bool) -> None:
-    """Ranks have been at work for 2 s when a busy driver hears that they have met, and what they say takes a while."""
-    now = 0.0
-    accountant = Accountant(now, lambda: now)
-    now = 10.0
-    accountant.enter("training")
-    now = 16.5
-    accountant.hear(Spent({"preparing": 3.0, "evaluation": 5.0}))  # half a second ago
-    assert parts(accountant.goodput()) == {"starting": 10.0, "preparing": 1.5, "evaluation": 5.0}
-    now = 20.0
-    accountant.hear(Spent({"preparing": 3.0, "evaluation": 5.0, "stepping": 4.0}, 7))
-    accountant.keep(7)
-    assert parts(accountant.goodput()) == {"starting": 10.0, "preparing": 1.0, "evaluation": 5.0, "stepping": 4.0}
-    now = 21.0
-    accountant.close(is_lost=is_lost)
-    last = {"stepping": 4.0, "lost": 1.0} if is_lost else {"stepping": 5.0}
-    assert parts(accountant.goodput()) == {"starting": 10.0, "preparing": 1.0, "evaluation": 5.0, **last}

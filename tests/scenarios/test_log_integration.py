@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 from flytekit import task
-from flytekitplugins.daskpytorch import DaskDDP, Gang, current_rank
+from flytekitplugins.daskpytorch import DaskDDP, Gang, Keep, current_rank
 
 
-@task(task_config=DaskDDP(gang=Gang(hints=False, log_dir="logs")))
+@task(task_config=DaskDDP(gang=Gang(hints=False, log_dir="logs", keep=Keep(best=1, metric="loss"))))
 def train(folder: str) -> int:
     rank, died = current_rank(), Path(folder, "died")
     state = rank.checkpoint.load() or {"step": 0}
     print(f"from step {state['step']}")
-    rank.goodput()  # its answer shows that the driver has heard from this rank
+    rank.checkpoint.load(best=True)  # its answer shows that the driver has heard from this rank
     dist.barrier()
     for step in range(state["step"] + 1, 5):
         rank.log({"loss": 1.0 / step}, step=step)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint, numbers
+from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint, numbers
 
 if TYPE_CHECKING:
     import torch
@@ -238,10 +238,6 @@ class Link:
     def adapt(self, text: str) -> None:
         """Tell the driver that the training adapts to a lack of memory, for rank 0 with the way as text."""
 
-    def goodput(self) -> Goodput:
-        """Return the account of the gang's time until now. Outside a gang, all are 0."""
-        return Goodput()
-
 
 @dataclass(frozen=True)
 class RankAttempt:
@@ -349,16 +345,6 @@ class RankContext:
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Count the time of a `with` block as evaluation in the gang's account of time (`Goodput.evaluation`)."""
         return self.link.spending("evaluation")
-
-    def goodput(self) -> Goodput:
-        """Return the driver's account of the gang's time until now, which a task may return as its output.
-
-        Every rank may call `goodput`. The n-th call of each rank gets the same account. Outside a gang, all are 0.
-
-        Raises:
-            TimeoutError: The driver did not answer within the gang's `start_timeout`.
-        """
-        return self.link.goodput()
 
     def micro_batch(self, batch_size: int) -> tuple[int, int]:
         """Return the size of a micro batch and their number, to accumulate the gradients of this rank's batch.

@@ -245,8 +245,7 @@ class SavedCheckpoint:
 class Goodput:
     """Account of a gang's wall time, in seconds, and of its workers' hours. All seconds but `total` add up to `total`.
 
-    `current_rank().goodput()` returns a `Goodput`. A Flyte task may return a `Goodput`, too, as Flyte accepts
-    dataclasses.
+    `futures.goodput` of `dispatch.run`, and `goodput` of a model of `dispatch.map`, are a `Goodput`.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import Goodput

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.payload import Address, Piece
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.records import LogRecord, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 
 # ---- Calls of a gang that stays: orders, and the rank's report
 
@@ -69,8 +69,6 @@ class Question(enum.Enum):
     HOLD = enum.auto()
     """Ranks block in the next `should_stop`. `about`: signal that may be passed to the rank's program, or None. Answer:
     number of calls so far, and whether the program handles the signal."""
-    GOODPUT = enum.auto()
-    """Answer: `Goodput`."""
     CHECKPOINT = enum.auto()
     """`about`: whether it is sharded, and its step, or None for the best. Answer: `CheckpointEntry`, whose file the
     driver lends, or None."""
@@ -202,8 +200,8 @@ class Quit:
     """Seconds after which the agent kills the rank."""
 
 
-OrderToAll = Ask | Answer | Release | Kept | LogRecord | Leave | CallOrder
-"""`LogRecord`: metrics of an evaluation, for rank 0's trackers."""
+OrderToAll = Ask | Answer | Release | Kept | LogRecord | Goodput | Leave | CallOrder
+"""For rank 0's trackers: `LogRecord`, the metrics of an evaluation, and `Goodput`, before `Leave`."""
 Order = OrderToAll | Quit
 
 

@@ -103,12 +103,12 @@ class GangLink(Link):
         self.folder: Callable[[], object] | None = None
         """Returns the Flyte task's folder for submitted files. None outside a task."""
         self.ended = threading.Event()
+        self.account: Goodput | None = None
         self.kept: Sequence[SavedCheckpoint] = job.kept
         self._channel = channel
         self._is_main = place.rank == 0
         self._driver_folder = Path(order.driver_folder) if order.driver_folder is not None else None
         self._transfers = Transfers(order, self.progress.move)
-        self._timeout = job.settings.start_timeout
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
         self._answers: dict[tuple[Question, int], Future[Answer]] = {}
@@ -167,14 +167,6 @@ class GangLink(Link):
         if said not in self._adapted and len(self._adapted) < MAX_ADAPTED:
             self._adapted.add(said)
             self.send(messages.Noted(said, adapts=True))
-
-    def goodput(self) -> Goodput:
-        self.send(messages.Spent(self.ledger.seconds()))
-        return self.await_goodput(self._timeout)
-
-    def await_goodput(self, timeout: float) -> Goodput:
-        account: Goodput = self.ask(Question.GOODPUT).result(timeout).value
-        return account
 
     # ---- reports
 
@@ -250,10 +242,18 @@ class GangLink(Link):
     def answer(self, question: Question, number: int = 0) -> Future[Answer]:
         return self._answers.setdefault((question, number), Future())
 
-    def take(self, answer: Answer) -> None:
-        future = self.answer(answer.question, answer.number)
-        if not future.done():  # another rank of this node has asked, too
-            future.set_result(answer)
+    def take(self, told: Answer | messages.Kept | LogRecord | Goodput) -> None:
+        match told:
+            case messages.Kept(checkpoints):
+                self.kept = checkpoints
+            case LogRecord():
+                self.show(told)
+            case Goodput():
+                self.account = told
+            case Answer(question, number):
+                future = self.answer(question, number)
+                if not future.done():  # another rank of this node has asked, too
+                    future.set_result(told)
 
 
 def _fall_silent(link: GangLink | None) -> None:

@@ -25,13 +25,10 @@ from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.compile_cache import CompileCache
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.rank.usage import Gauge
-from flytekitplugins.daskpytorch.records import LogRecord
+from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.rank.calls import Server
-
-
-ACCOUNT_TIMEOUT = 2.0
 
 
 class Session:
@@ -93,9 +90,8 @@ class Session:
                 return
             close_connections(order.job.store[1] if order.job.store is not None else None)
         link.ended.wait()
-        if link.observers:
-            with contextlib.suppress(TimeoutError):
-                link.observers.call("on_goodput", link.await_goodput(ACCOUNT_TIMEOUT))
+        if link.account is not None:
+            link.observers.call("on_goodput", link.account)
 
     def follow(self, order: messages.OrderToAll) -> None:
         """Follow an order, in the receiving thread: a collective may block the main thread."""
@@ -109,12 +105,8 @@ class Session:
                 rank.stop_signal.release(last_call)
                 if number is not None:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
-            case messages.Kept(checkpoints):
-                link.kept = checkpoints
-            case Answer():
+            case messages.Kept() | Answer() | LogRecord() | Goodput():
                 link.take(order)
-            case LogRecord():
-                link.show(order)
             case messages.NextCall() | messages.Forget() | messages.Finish():
                 if self.server is not None:  # else a gang of one call
                     self.server.put(order)

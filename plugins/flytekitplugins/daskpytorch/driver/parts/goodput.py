@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Spent, Tell
+from flytekitplugins.daskpytorch.protocol.messages import Spent, Tell
 from flytekitplugins.daskpytorch.records import BILL, Goodput, RankUsage
 
 INTERVAL = 2.0
@@ -34,16 +34,10 @@ PARTS = tuple(name for name in Goodput().as_dict() if name != "total")
 @dataclass
 class _Training:
     span: float = 0.0
-    late: float = 0.0
-    """Seconds by which rank 0 began to count before the driver's training phase began. A lower bound."""
     spent: Mapping[str, float] = field(default_factory=dict)
     at_saves: dict[int, Mapping[str, float]] = field(default_factory=dict)
     safe: set[int] = field(default_factory=set)
     """Steps of kept checkpoints: the newest one in `at_saves`, and those whose report from rank 0 has yet to come."""
-
-    def hear(self, spent: Mapping[str, float]) -> None:
-        self.spent = spent
-        self.late = max(self.late, math.fsum(spent.values()) - self.span)  # too small by the report's travel time
 
     def keep(self, step: int) -> None:
         self.safe.add(step)
@@ -58,19 +52,12 @@ class _Training:
 
     def parts(self, *, is_lost: bool = False) -> dict[str, float]:
         has_begun = self.spent.get("stepping") or self.spent.get("data")
-        parts, rest = self._fitted(self.spent), "stepping" if has_begun else "preparing"
+        parts, rest = dict(self.spent), "stepping" if has_begun else "preparing"
         if is_lost and has_begun:
-            kept = self.kept or {"preparing": self.spent.get("preparing", 0.0)}
-            parts, rest = self._fitted(kept), "lost"
+            parts, rest = dict(self.kept or {"preparing": self.spent.get("preparing", 0.0)}), "lost"
         # The time since rank 0's last report, and the report's travel time.
         parts[rest] = parts.get(rest, 0.0) + max(0.0, self.span - math.fsum(parts.values()))
         return parts
-
-    def _fitted(self, spent: Mapping[str, float]) -> dict[str, float]:
-        spent = {**spent, "preparing": max(0.0, spent.get("preparing", 0.0) - self.late)}
-        whole = math.fsum(spent.values())
-        scale = min(1.0, self.span / whole) if whole else 0.0
-        return {name: scale * seconds for name, seconds in spent.items()}
 
 
 class Accountant:
@@ -83,10 +70,6 @@ class Accountant:
         self._shown_at = asked_at
         self.meter = Meter()
 
-    @property
-    def is_training(self) -> bool:
-        return self._phase == "training"
-
     def enter(self, phase: Literal["starting", "training", "waiting"]) -> None:
         self._go_on()
         self._phase = phase
@@ -96,7 +79,7 @@ class Accountant:
             return
         self._go_on()
         training = self._training
-        training.hear(work.seconds)
+        training.spent = work.seconds
         if isinstance(work, Spent) and work.step is not None:
             training.at_saves[work.step] = work.seconds
         if isinstance(work, Spent) and work.is_last:
@@ -142,7 +125,7 @@ class Accountant:
 
 
 class Accounting(Part):
-    takes = (RankUsage, Spent, Question.GOODPUT)
+    takes = (RankUsage, Spent)
 
     def __init__(self, state: GangState, clock: Callable[[], float], vault: Vault) -> None:
         self._state = state
@@ -178,9 +161,7 @@ class Accounting(Part):
         nodes = {node.worker: node for _, node in attempt.places.values()}
         if names := ", ".join(self.accountant.meter.use(nodes.values())):
             self._state.observers.note(f"{VARIABLE} has no price for {names}, so the cost is unknown")
-        self._answers: dict[int, Goodput] = {}
-        """By number of the question: all ranks are told the same."""
-        self._waiting: list[tuple[Peer, int]] = []
+        self._has_told = False
 
     def enter(self, stage: Stage) -> None:
         if stage == "starting" or (stage == "gathering" and self._state.number == 0):
@@ -189,32 +170,23 @@ class Accounting(Part):
             self.accountant.enter("training" if stage == "training" else "waiting")
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        if isinstance(report, Ask):
-            if rank and self.accountant.is_training and report.number not in self._answers:
-                self._waiting.append((peer, report.number))
-            else:
-                self._answer(peer, report.number)
-        elif isinstance(report, (RankUsage, Spent)):
-            if isinstance(report, RankUsage):
-                self._state.observers.tell(journal.Used(usage=report))
-            if rank == 0:
-                self.accountant.hear(report)
-                waiting, self._waiting = self._waiting, []
-                for other, number in waiting:
-                    self._answer(other, number)
-
-    def _answer(self, peer: Peer, number: int) -> None:
-        account = self._answers.setdefault(number, self.accountant.goodput())
-        peer.send(Tell(Answer(Question.GOODPUT, number, account)))
+        if isinstance(report, RankUsage):
+            self._state.observers.tell(journal.Used(usage=report))
+        if rank == 0 and isinstance(report, (RankUsage, Spent)):
+            self.accountant.hear(report)
 
     def note_kept(self, entry: CheckpointEntry) -> None:
         if self._state.attempt is not None and self._state.attempt.number == entry.attempt:
             self.accountant.keep(entry.step)
 
     def orders(self, now: float) -> None:
-        if self.accountant.is_due():
+        attempt, is_due = self._state.training, self.accountant.is_due()
+        if is_due:
             self._state.observers.tell(journal.Accounted(goodput=self.accountant.goodput()))
-        if self._state.training is not None and now >= self._store_at:
+        if attempt is not None and attempt.has_observers and 0 in attempt.results and (is_due or not self._has_told):
+            self._has_told = True
+            attempt.tell(Tell(self.accountant.goodput()))
+        if attempt is not None and now >= self._store_at:
             self._store_at = now + STORE_INTERVAL
             self._store()
 
