@@ -15,16 +15,7 @@ import torch.distributed as dist
 if sys.argv[1] == "flyte":
     import flyte
 
-    from flyteplugins.daskpytorch import (
-        DaskCluster,
-        DaskDDP,
-        Gang,
-        SpawnDDP,
-        current_client,
-        current_rank,
-        data,
-        dispatch,
-    )
+    from flyteplugins import daskpytorch as ours
 
     def made(function, config):
         """The task, called by `flyte.run`."""
@@ -34,23 +25,14 @@ if sys.argv[1] == "flyte":
 else:
     from flytekit import task
 
-    from flytekitplugins.daskpytorch import (
-        DaskCluster,
-        DaskDDP,
-        Gang,
-        SpawnDDP,
-        current_client,
-        current_rank,
-        data,
-        dispatch,
-    )
+    from flytekitplugins import daskpytorch as ours
 
     def made(function, config):
         """The task, called as a function."""
         return lambda driver: task(task_config=config)(function)(driver=driver)
 
 
-def sockets(driver: int, partitions: data.DaskPartitions | None = None) -> str:
+def sockets(driver: int, partitions: ours.data.DaskPartitions | None = None) -> str:
     """Where the driver and all its descendants listen, once the ranks are connected."""
     if partitions is not None:
         list(partitions.share())
@@ -74,14 +56,14 @@ def spawn_ddp(driver: int) -> str:
 
 def dask_cluster(driver: int) -> str:
     """In a gang that the task's function runs, and whose ranks use Dask, too."""
-    client, gang = current_client(), Gang(ranks_per_worker=1)
-    partitions = data.DaskPartitions(client, client.scatter(["a", "b"]))
-    return dispatch.run(client, sockets, driver, partitions, gang=gang).result()[current_rank().rank]
+    client, gang = ours.current_client(), ours.Gang(ranks_per_worker=1)
+    partitions = ours.data.DaskPartitions(client, client.scatter(["a", "b"]))
+    return ours.dispatch.run(client, sockets, driver, partitions, gang=gang).result()[ours.current_rank().rank]
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "flyte":
         flyte.init(root_dir=Path(__file__).absolute().parent)
-    configs = {spawn_ddp: SpawnDDP(nproc=2), dask_ddp: DaskDDP(), dask_cluster: DaskCluster()}
+    configs = {spawn_ddp: ours.SpawnDDP(nproc=2), dask_ddp: ours.DaskDDP(), dask_cluster: ours.DaskCluster()}
     for function, config in configs.items():
         print(json.dumps({"task": function.__name__, "at": made(function, config)(os.getpid()).split()}), flush=True)
