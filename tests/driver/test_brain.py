@@ -831,23 +831,6 @@ def test_ranks_that_have_moved_say_so_with_their_answer(gang_of: MakeWorld) -> N
     assert isinstance(world.agent(W1).orders.pop(), messages.Stop)
 
 
-def test_only_ranks_that_do_not_answer_are_signalled(gang_of: MakeWorld) -> None:
-    world = gang_of(hang_timeout=10.0, max_restarts=0, ranks_per_worker=2)
-    world.wait(10.0)
-    for agent in world.connected():
-        assert questions(world, agent.worker) == LOOK
-    for rank, worker in ((0, W1), (1, W1), (3, W2)):
-        locate(world, worker, rank, f"stack of {rank}", num_moves=-1)
-    world.wait(0.5, beats=False)
-    assert not world.agent(W1).orders
-    assert world.agent(W2).orders.pop() == messages.Dump([2])
-    world.say(world.agent(W2), messages.Stacks(2, "stack by signal"))
-    world.wait(1.0, beats=False)
-    world.obey_all()
-    message = str(raised(world))
-    assert all(stack in message for stack in ("stack of 0", "stack of 1", "stack of 3", "stack by signal"))
-
-
 def test_a_gang_whose_ranks_all_answer_is_judged_at_once(gang_of: MakeWorld) -> None:
     world = gang_of(hang_timeout=10.0, max_restarts=0)
     world.wait(10.0)

@@ -288,7 +288,7 @@ def test_handlers_and_children_of_a_ranks_code_heed_sigterm_as_everywhere(client
     """
     rank = Rank.running(client, 0, source)
     assert [rank.line() for _ in range(4)] == ["-15", "-15", "-15", "ready"]
-    client.signal(0, signal.SIGTERM)
+    client.kill(0, signal.SIGTERM)
     assert rank.line() == "heard"
 
 

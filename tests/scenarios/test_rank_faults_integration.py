@@ -55,8 +55,6 @@ def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: ft.Launc
 @pytest.mark.parametrize(
     ("fault", "breaks_at", "why"),
     [
-        # Python frames read from a signal handler, while other threads change them, have crashed ranks.
-        pytest.param("die of signals and sleep", 6, "has not called collective 6", id="13-by-itself"),
         pytest.param("hold the interpreter", 6, "does not answer", id="15"),
         pytest.param("suspend", 6, "does not answer", id="16"),
         pytest.param("loader", 6, "has not called collective 6 of the default group (gloo)", id="17"),

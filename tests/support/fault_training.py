@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import faulthandler
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
 from flytekitplugins.daskpytorch.display import machine
 from flytekitplugins.daskpytorch.driver import futures as gang_futures
 from flytekitplugins.daskpytorch.protocol.function import pack_call
-from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL
 from processes import until
 
 STEPS = 10
@@ -182,11 +180,6 @@ def _hold_the_interpreter() -> None:
         holding.pthread_mutex_lock(lock)
 
 
-def _die_of_signals_and_sleep() -> None:
-    faulthandler.unregister(DUMP_SIGNAL)
-    time.sleep(600)
-
-
 def _deadlock_in_a_loader() -> None:
     from torch.utils.data import DataLoader
 
@@ -220,7 +213,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "suspend": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "wait": lambda: time.sleep(600),  # for what the test does
     "loader": _deadlock_in_a_loader,
-    "die of signals and sleep": _die_of_signals_and_sleep,
     "skip": lambda: SKIP,
 }
 

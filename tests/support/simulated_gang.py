@@ -505,16 +505,13 @@ class World:
         match order:
             case messages.Start():
                 self._begin(agent, order)
-            case messages.Stop() | messages.Tell() | messages.Dump() if agent.attempt is None:
+            case messages.Stop() | messages.Tell() if agent.attempt is None:
                 self.complaints.append(f"{agent.worker}, which carries no ranks, was told to {order}")
             case messages.Stop():
                 for rank in list(agent.ranks):
                     self.leave(agent, rank, STOPPED, stopped=True)
             case messages.Tell(told):
                 self._pass_on(agent, told)
-            case messages.Dump(ranks):
-                for rank in ranks:
-                    self.say(agent, messages.Stacks(rank, "stack"))
             case messages.Close():
                 agent.is_closed = True
                 self.lose(agent)

@@ -5,7 +5,7 @@ The core knows workers, attempts, exits, results, failures and the request to st
 
     agents, ranks ──▶ GangState (record) ──▶ Brain (decision) ──▶ agents
                           │   ▲                  │   ▲
-           take, hear, ...▼   │ report, blocks   ▼   │ orders, ends, blocks, due
+           take, begin, ..▼   │ report, blocks   ▼   │ orders, ends, blocks, due
                           └──────────── parts ───────┘
 """
 
@@ -48,7 +48,7 @@ class Part:
     """Methods do nothing by default."""
 
     takes: tuple[type | Question, ...] = ()
-    """Types of reports, questions and agents' messages for `take` and `hear`."""
+    """Types of reports and questions for `take`."""
 
     def enter(self, stage: Stage) -> None:
         """Called at a new stage of the gang."""
@@ -62,9 +62,6 @@ class Part:
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         """Record a rank's report, of a type in `takes`, in the present attempt."""
-
-    def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
-        """Record an agent's message, of a type in `takes`."""
 
     def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
         """Called when a rank has failed, or when it has ended or is at rest (`failure`: None)."""

@@ -221,8 +221,6 @@ class GangState:
                 self.observers.tell(journal.Wrote(rank=rank, lines=lines))
             case messages.Reported():
                 pass  # the listener unpacks reports for `hear_of_rank`
-            case _:
-                self._takers[type(message)].hear(peer, self.attempt, message)
 
     def _welcome(self, hello: messages.Hello, connection: Connection) -> None:
         if (displaced := self.agents.welcome(hello, connection)) is not None:

@@ -40,7 +40,6 @@ MAX_HEARTBEATS = 300
 """
 MAX_HEARTBEAT_INTERVAL = 3.0
 """Seconds in a very large gang. The driver counts an agent as lost after five times as long."""
-DUMP_TIME = 0.3
 
 
 def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None = None) -> None:
@@ -98,8 +97,6 @@ class _Agent:
         self._stays = False  # until a gang that stays has started
         self._open = True
         self._heartbeat_interval = HEARTBEAT_INTERVAL
-        self._silent: list[Rank] = []
-        self._stacks_at: float | None = None
         self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
         self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
         """Poll of all descriptors, with their handlers, or None after a change of the descriptors."""
@@ -164,8 +161,6 @@ class _Agent:
                 self._stop(message)
             case messages.Tell(order):
                 self._tell(order)
-            case messages.Dump(ranks):
-                self._dump(ranks)
             case messages.Close():
                 self._open = False
             case _:
@@ -236,13 +231,9 @@ class _Agent:
         for key, rank in self._ranks.items():
             if rank.kill_at is not None and now >= rank.kill_at:
                 self._server.kill(key, signal.SIGKILL)
-        if self._stacks_at is not None and now >= self._stacks_at:
-            self._stacks_at = None
-            self._send_stacks()
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._heartbeat_interval
             self._beat()
-            self._show_stacks()
 
     def _beat(self) -> None:
         told = {rank.place.rank: rank.num_moves for rank in self._ranks.values() if rank.num_moves is not None}
@@ -250,33 +241,11 @@ class _Agent:
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
-        deadlines += [due for due in (self._heartbeat_at, self._stacks_at) if due is not None]
-        return max(0.01, min(deadlines) - time.monotonic())
+        return max(0.01, min([*deadlines, self._heartbeat_at]) - time.monotonic())
 
     def _say_leaving(self) -> None:
         self._leaving = self._watched = None
         self._say(messages.Leaving())
-
-    # ---- stacks
-
-    def _dump(self, ranks: list[int]) -> None:
-        self._silent = [rank for rank in self._ranks.values() if rank.place.rank in ranks]
-        for rank in self._silent:
-            rank.take_stacks(self._scratch)  # empties the file, so that all later stacks are new
-            self._server.signal(rank.place.local_rank, job.DUMP_SIGNAL)
-        self._stacks_at = time.monotonic() + DUMP_TIME
-
-    def _send_stacks(self) -> None:
-        nothing = "(no stacks: the process does not run; is it suspended?)"
-        for rank in self._silent:
-            text = rank.take_stacks(self._scratch) or nothing
-            self._note_lines(rank, text.splitlines())
-            self._say(messages.Stacks(rank.place.rank, text))
-
-    def _show_stacks(self) -> None:
-        if self._stacks_at is None:  # else this agent has signalled the ranks
-            for rank in self._ranks.values():
-                self._note_lines(rank, rank.take_stacks(self._scratch).splitlines())
 
     # ---- the ranks' channels
 

@@ -53,10 +53,6 @@ class ForkServerClient:
         """Signal a rank, and all processes of its session."""
         self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
 
-    def signal(self, key: int, signum: int) -> None:
-        """Signal a rank, but not its child processes."""
-        self._socket.send(json.dumps({"op": "signal", "key": key, "signal": signum}).encode())
-
     def take_readiness(self) -> None:
         """Wait until the fork server can start ranks.
 

@@ -137,11 +137,7 @@ class _Server:
         request = json.loads(packet)
         if request["op"] == "spawn":
             self._spawn(client, request["key"], descriptors)
-        elif (pid := client.ranks.get(request["key"])) is None:
-            return  # the rank has ended
-        elif request["op"] == "signal":
-            os.kill(pid, request["signal"])  # an unreaped rank keeps its process ID
-        else:
+        elif (pid := client.ranks.get(request["key"])) is not None:  # else the rank has ended
             kill_session(pid, request["signal"])
 
     def _spawn(self, client: _Client, key: int, descriptors: Sequence[int]) -> None:

@@ -1,10 +1,9 @@
-"""An agent's record of a rank: channel, lines of output, log files, and stacks. Runs in agents.
+"""An agent's record of a rank: channel, lines of output, and log files. Runs in agents.
 
 Log files have the names of `torchrun --log-dir`: <log_dir>/<gang>/attempt_<n>/<rank>/stdout.log, stderr.log
 """
 
 import codecs
-import contextlib
 import functools
 import os
 import re
@@ -16,7 +15,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol import job
 from flytekitplugins.daskpytorch.protocol.failure import is_of_watchdog
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
@@ -185,14 +183,6 @@ class Rank:
         self.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
         # Stacks of all threads follow the watchdog's line, and push that line out of the tail.
         self.watchdog = next((line[:TAIL_SIZE] for line in lines[::-1] if is_of_watchdog(line)), self.watchdog)
-
-    def take_stacks(self, scratch: Path) -> str:
-        path = job.stacks_path(scratch, self.place)
-        with contextlib.suppress(OSError):  # a starting rank has no file yet
-            if text := path.read_text(errors="replace")[: job.MAX_STACKS]:
-                os.truncate(path, 0)
-                return text
-        return ""
 
     def close(self) -> None:
         self.channel.close()

@@ -49,9 +49,7 @@ each attempt. Ranks that connect earlier wait in the socket's queue, and no othe
       │ ◀── Reported ─────────────────────────── │ ◀── Answer(number of calls) ────────── │
       │ ─── Tell(Release(last_call)) ──────────▶ │ ─── Release ─────────────────────────▶ │ all stop at the same call
       │ nothing moves: ─── Tell(Ask(STACKS)) ──▶ │ ─── Ask ─────────────────────────────▶ │
-      │ ◀── Reported ─────────────────────────── │ ◀── Answer(stacks) ─────────────────── │ or, without an answer:
-      │ ─── Dump(ranks) ───────────────────────▶ │ ─── signal ──────────────────────────▶ │ writes stacks to a file
-      │ ◀── Stacks ───────────────────────────── │                                        │
+      │ ◀── Reported ─────────────────────────── │ ◀── Answer(stacks) ─────────────────── │
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Returned(value) ────────────────── │ waits for the others
       │ all have returned: ─── Tell(Leave) ────▶ │ ─── Leave ───────────────────────────▶ │

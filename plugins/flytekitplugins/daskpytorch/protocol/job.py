@@ -1,6 +1,5 @@
 """Settings with which a rank starts, and its environment variables. Made by the driver, completed by the agent."""
 
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,8 @@ from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
 """Exit code after an order to stop: 128 + SIGTERM, as in shells."""
-DUMP_SIGNAL = signal.SIGQUIT
-"""Makes a rank write its main thread's stack to a file, also if a user sends it by hand."""
 AUTO_PULSE = 10.0
 """Seconds between two reports of signs of life with `hang_timeout="auto"`."""
-MAX_STACKS = 64 << 10
 Key = str | tuple[Any, ...]
 
 
@@ -144,7 +140,3 @@ def _own_store() -> tuple[str, int]:
 
 def log_folder(settings: Gang, gang: str) -> Path | None:
     return Path(settings.log_dir).expanduser().absolute() / gang if settings.log_dir is not None else None
-
-
-def stacks_path(scratch: Path, place: Place) -> Path:
-    return scratch / f"stacks-{place.local_rank}"

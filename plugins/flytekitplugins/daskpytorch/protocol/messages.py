@@ -254,13 +254,7 @@ class Leaving:
     """The agent's worker closes, by order of the Dask scheduler or a signal."""
 
 
-@dataclass(frozen=True)
-class Stacks:
-    rank: int
-    text: str
-
-
-FromAgent = Hello | Reported | Lines | Exited | Broken | Leaving | Stacks
+FromAgent = Hello | Reported | Lines | Exited | Broken | Leaving
 
 
 # ---- ... and to it
@@ -287,18 +281,11 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class Dump:
-    """Ranks that do not answer write stacks to files on a signal, which the agent sends."""
-
-    ranks: list[int]
-
-
-@dataclass(frozen=True)
 class Close:
     """The gang is over."""
 
 
-ToAgent = Start | Stop | Tell | Dump | Close
+ToAgent = Start | Stop | Tell | Close
 
 
 # ---- From ranks, over connections of their own, with a file's bytes

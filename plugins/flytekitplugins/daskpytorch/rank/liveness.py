@@ -10,12 +10,11 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.failure import DEFAULT_GROUP, MAX_COLLECTIVES, Collective, Recalled
-from flytekitplugins.daskpytorch.protocol.job import DUMP_SIGNAL, MAX_STACKS, RankOrder
+from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
@@ -43,24 +42,21 @@ def send_collectives(link: GangLink) -> None:
         link.send(recalled)
 
 
-def write_stacks_to(path: Path) -> None:
-    """SIGQUIT writes the main thread's stack to this file, a crash in C all stacks to the log."""
+def expect_questions() -> None:
+    """Also, a crash in C writes all stacks to the log."""
     global _stacks_file
     faulthandler.enable()
-    _stacks_file = path.open("a+")
-    # A signal handler that reads other threads' frames while they change may crash (python/cpython#116008).
-    faulthandler.register(DUMP_SIGNAL, _stacks_file, all_threads=False)
+    _stacks_file = os.memfd_create("stacks")
 
 
 def stacks() -> str:
     """Return all threads' stacks, or "" outside a rank's own process. Holds the GIL, so that they do not change."""
     if _stacks_file is None:
         return ""
-    _stacks_file.truncate(0)
+    os.truncate(_stacks_file, 0)
+    os.lseek(_stacks_file, 0, os.SEEK_SET)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
-    text = os.pread(_stacks_file.fileno(), MAX_STACKS, 0).decode(errors="replace")
-    _stacks_file.truncate(0)  # later content comes from a `DUMP_SIGNAL` sent by hand
-    return text
+    return os.pread(_stacks_file, MAX_STACKS, 0).decode(errors="replace")
 
 
 def show(stacks: str) -> None:
@@ -69,8 +65,9 @@ def show(stacks: str) -> None:
         os.write(2, f"\n{stacks}".encode())
 
 
-_stacks_file: IO[str] | None = None
-"""Open as long as the rank may receive SIGQUIT. None outside a rank's own process."""
+MAX_STACKS = 64 << 10
+_stacks_file: int | None = None
+"""Descriptor, opened early: a rank that hangs may have too many. None outside a rank's own process."""
 
 
 # ---- Collectives, from torch's flight recorder

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import context
@@ -23,7 +22,7 @@ from flytekitplugins.daskpytorch.protocol import messages, script
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
-from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder, stacks_path
+from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder
 from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, process_group, sources
 from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
 from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
@@ -177,7 +176,7 @@ def _settle_in(order: RankOrder) -> None:
     sources.import_first_from(order.sources)
     sources.set_up_program(order.program, order.sources.script)
     script.set_place(order.sources.script, order.sources.originals, process_group.set_aside)
-    liveness.write_stacks_to(stacks_path(Path(order.scratch), order.place))
+    liveness.expect_questions()
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
 

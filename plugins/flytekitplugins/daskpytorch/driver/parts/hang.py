@@ -14,13 +14,11 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, left_waiting, named, users_frames
 from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.messages import Question
 
 STACKS_WAIT = 1.5
-"""Seconds that ranks which may hang have to send their stacks. After `ANSWER_TIME`, silent ranks get a signal that
-makes them write their stacks."""
+"""Seconds that ranks which may hang have to send their stacks."""
 LEFT_TIMEOUT, LEFT_PAUSE = 20.0, 5.0
 """Seconds: minimum timeout, and pause between two requests for stacks, after a staying gang's call has failed in a
 rank.
@@ -33,9 +31,6 @@ class Look:
         self._known = known
         self.located = attempt.ask(Question.STACKS)
         self._recalled = attempt.ask(Question.COLLECTIVES)
-        self.stacks: dict[int, str] = {}
-        self.signal_at = attempt.clock() + ANSWER_TIME
-        """When silent ranks are signalled, once."""
         self.ends_at = attempt.clock() + STACKS_WAIT
 
     @property
@@ -54,7 +49,7 @@ class HangWatch(Part):
     After a failure that a collective may have caused, they may tell the reason.
     """
 
-    takes = (Moves, Recalled, messages.Stacks)
+    takes = (Moves, Recalled)
 
     def __init__(self, state: GangState) -> None:
         self._state = state
@@ -80,10 +75,6 @@ class HangWatch(Part):
             self._note_moves(attempt, rank, report.num_moves)
         elif isinstance(report, Recalled):
             self._final[rank] = report
-
-    def hear(self, peer: Peer, attempt: Attempt | None, message: object) -> None:
-        if isinstance(message, messages.Stacks) and attempt is not None and self._look is not None:
-            self._look.stacks[message.rank] = message.text
 
     def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
         if failure is not None:
@@ -144,14 +135,12 @@ class HangWatch(Part):
             self._look = Look(attempt, self._final)
         look = self._look
         if not look.is_answered and attempt.clock() < look.ends_at:
-            if attempt.clock() >= look.signal_at:
-                _signal_silent(attempt, look)
             return None
         return self._is_confirmed(attempt, look) or None
 
     def due(self, attempt: Attempt) -> float | None:
         if self._look is not None:
-            return min(self._look.signal_at, self._look.ends_at)
+            return self._look.ends_at
         search_at = self._search_at(attempt) if self._search is None else math.inf
         times = [each for each in (self._silent_until(attempt), search_at) if each is not None and each < math.inf]
         return min(times, default=None)
@@ -201,18 +190,11 @@ class HangWatch(Part):
                 is_done=rank in attempt.results or rank in attempt.at_rest,
                 num_collectives=located[rank].num_collectives if rank in located else None,
                 still_for=self._stillness.still_for(rank, now),
-                stacks=located[rank].stacks if rank in located else look.stacks.get(rank, "it did not answer"),
+                stacks=located[rank].stacks if rank in located else "it did not answer",
                 recalled=remembered.get(rank),
             )
             for rank in attempt.places
         }
-
-
-def _signal_silent(attempt: Attempt, look: Look) -> None:
-    look.signal_at = math.inf
-    for peer in attempt.carriers:
-        if silent := [rank for rank in attempt.ranks_of[peer.node.worker] if rank not in look.located]:
-            peer.send(messages.Dump(silent))
 
 
 # ---- Which rank is silent, and which one blocks the others: pure functions
