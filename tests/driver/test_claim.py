@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -29,8 +30,6 @@ OTHERS = {
     "name": "flows.train",
     "host": "node-7",
     "pid": 4711,
-    "started": "1",
-    "machine": "another",
 }
 
 
@@ -62,14 +61,21 @@ def leave(paths: StoragePaths, **about: Any) -> None:
 
 
 def test_a_second_gang_is_refused_and_one_after_the_end_goes_on_at_once(paths: StoragePaths) -> None:
+    context = multiprocessing.get_context("fork")
+    has_started = context.Event()
+    child = context.Process(target=lambda: (has_started.set(), time.sleep(60)))
     with claimed(paths, "flows.first"):
+        child.start()
+        has_started.wait(60)
         pattern = r"in use by flows\.first on .* \(process \d+\), which began at .* UTC by its clock.*Gang\(key=...\)"
         with pytest.raises(GangStartError, match=pattern), claimed(paths, "flows.second"):
             pass
         assert written(paths)["name"] == "flows.first"
-    with claimed(paths, "flows.second"):
+    with claimed(paths, "flows.second"):  # though a fork of the first outlives it
         assert written(paths)["name"] == "flows.second"
     assert not paths.files.fs.exists(f"{paths.own}/claim.json")
+    child.kill()
+    child.join()
 
 
 def test_of_many_that_come_at_once_one_has_it(paths: StoragePaths) -> None:
@@ -160,10 +166,10 @@ def test_a_gang_that_a_newer_one_has_taken_over_ends_before_its_next_write(paths
 def test_storage_without_rights_costs_a_line(
     paths: StoragePaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object) -> bool:
+    def refuse(*_: object) -> None:
         raise PermissionError("no rights")
 
-    monkeypatch.setattr(Files, "create", refuse)
+    monkeypatch.setattr(Files, "write", refuse)
     with claimed(paths, "flows.first") as claim:
         assert isinstance(claim, Claim)
     assert f"{paths.own} could not be claimed (PermissionError: no rights)" in capsys.readouterr().err

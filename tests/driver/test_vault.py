@@ -469,6 +469,3 @@ def test_file_system_without_links_gets_copies(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "link", _fail)
     files.put(source, str(tmp_path / "kept" / "step-1.pt"))
     assert (tmp_path / "kept" / "step-1.pt").read_bytes() == b"weights"
-    claim = str(tmp_path / "claim.json")
-    assert [files.create(claim, b"first"), files.create(claim, b"second")] == [True, False]
-    assert Path(claim).read_bytes() == b"first"

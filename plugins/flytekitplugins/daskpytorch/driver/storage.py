@@ -11,10 +11,10 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -141,11 +141,12 @@ keys = Keys()
 
 
 CLAIM = "claim.json"
-_held: set[str] = set()
+_locks: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: _close(_locks))  # a fork may outlive the gang
 
 
 class Claim:
-    """A newer gang may take over the claim."""
+    """A gang of another machine, or one that starts after this process's end, may take over the claim."""
 
     def __init__(self, paths: StoragePaths, name: str) -> None:
         self.paths = replace(paths, prepare=self._prepare)
@@ -157,46 +158,51 @@ class Claim:
             "name": name,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "started": _started(os.getpid()),
-            "machine": _machine(),
             "since": time.time(),
         }
+        self._lock = socket.socket(socket.AF_UNIX)
+        _locks.add(self._lock)
+        self._is_written = False
         self.on_loss: Callable[[], object] = lambda: None
         """Called in the thread that writes to storage, after a newer gang has taken over the folder."""
         self.loss: GangStartError | None = None
 
     def take(self) -> None:
         """Raises `GangStartError` if another live gang of this machine uses the folder."""
-        _held.add(self._about["id"])  # first: another thread of this process may read the new claim
+        own = self.paths.own
+        try:  # a name without a file, which the kernel frees however the process ends
+            self._lock.bind(f"\0daskpytorch-{os.geteuid()}-{_digest_of_place(self.paths.files, own)}")
+        except OSError as error:
+            holder: Mapping[str, Any] = {}
+            with contextlib.suppress(Exception):  # any error of a store's client
+                holder = self._read() or {}
+            raise GangStartError(
+                f"{own} is in use by {_told(holder)}: two gangs would remove each other's checkpoints. "
+                "Wait for its end, or give this gang another Gang(key=...) or Gang(checkpoint_uri=...)."
+            ) from error
         try:
-            self._create()
-        except BaseException:
-            _held.discard(self._about["id"])
-            raise
+            self._write()
+        except Exception as error:  # any error of a store's client: the gang works without a claim
+            say(
+                f"{own} could not be claimed ({type(error).__name__}: {error}). Make sure that no other gang has the "
+                "same key and checkpoint_uri: two such gangs would remove each other's checkpoints."
+            )
 
-    def _create(self) -> None:
-        files, content = self.paths.files, json.dumps(self._about).encode()
-        while not files.create(self._path, content):
-            holder = self._read() or {}
-            if _is_alive_here(holder):
-                raise GangStartError(
-                    f"{self.paths.own} is in use by {_told(holder)}: two gangs would remove each other's checkpoints. "
-                    "Wait for its end, or give this gang another Gang(key=...) or Gang(checkpoint_uri=...)."
-                )
+    def _write(self) -> None:
+        if (holder := self._read()) is not None:
             say(f"{self.paths.own}: taken over from {_told(holder)}, which writes nothing more there")
-            with contextlib.suppress(FileNotFoundError):
-                files.fs.rm_file(self._path)
+        self.paths.files.write(self._path, json.dumps(self._about).encode())
+        self._is_written = True
 
     def release(self) -> None:
         """Remove the claim, unless a newer gang has taken over the folder."""
-        if self._about["id"] in _held:
-            _held.discard(self._about["id"])
-            with contextlib.suppress(Exception):  # any error of a store's client: the next gang takes the claim over
-                if (self._read() or {}).get("id") == self._about["id"]:
-                    self.paths.files.fs.rm_file(self._path)
+        with contextlib.suppress(Exception):  # any error of a store's client: the next gang takes the claim over
+            if self._is_written and (self._read() or {}).get("id") == self._about["id"]:
+                self.paths.files.fs.rm_file(self._path)
+        self._lock.close()
 
     def _prepare(self) -> None:
-        holder = self._read() if self._about["id"] in _held else None
+        holder = self._read() if self._is_written else None
         if holder and holder.get("id") != self._about["id"]:
             self.loss = GangStartError(
                 f"{self.paths.own} was taken over by {_told(holder)}. Nothing more is written there. If both gangs are "
@@ -230,14 +236,6 @@ def claimed(paths: StoragePaths | None, name: str) -> Iterator[Claim | None]:
     claim = Claim(paths, name)
     try:
         claim.take()
-    except GangStartError:
-        raise
-    except Exception as error:  # any error of a store's client: the gang works without a claim
-        say(
-            f"{paths.own} could not be claimed ({type(error).__name__}: {error}). Make sure that no other gang has the "
-            "same key and checkpoint_uri: two such gangs would remove each other's checkpoints."
-        )
-    try:
         yield claim
     except Exception as error:
         if claim.loss is not None:
@@ -247,12 +245,16 @@ def claimed(paths: StoragePaths | None, name: str) -> Iterator[Claim | None]:
         claim.release()
 
 
-def _is_alive_here(holder: Mapping[str, Any]) -> bool:
-    if not holder.get("machine") or holder["machine"] != _machine():
-        return False
-    if holder["pid"] == os.getpid():
-        return holder["id"] in _held
-    return bool(holder["started"]) and _started(holder["pid"]) == holder["started"]
+def _close(locks: Iterable[socket.socket]) -> None:
+    for lock in locks:
+        lock.close()
+
+
+def _digest_of_place(files: Files, folder: str) -> str:
+    """Two servers on one machine, or its network, may have a bucket of the same name."""
+    server = f"{files.fs.storage_options} {os.environ.get('AWS_ENDPOINT_URL')}"
+    place = os.path.realpath(folder) if files.is_local else f"{folder} {server}"
+    return hashlib.sha256(place.encode()).hexdigest()[:32]
 
 
 def _told(holder: Mapping[str, Any]) -> str:
@@ -260,20 +262,3 @@ def _told(holder: Mapping[str, Any]) -> str:
         return "a gang whose claim cannot be read"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(holder["since"]))
     return f"{holder['name']} on {holder['host']} (process {holder['pid']}), which began at {since} UTC by its clock"
-
-
-def _machine() -> str:
-    """Identify this machine's boot and this process's PID namespace. Empty if unknown."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str | None:
-    """Clock ticks since the boot, which tell a process from later ones of the same PID."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in ("Z", "X") else fields[18]

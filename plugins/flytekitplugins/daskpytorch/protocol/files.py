@@ -71,21 +71,6 @@ class Files:
         else:
             self.fs.pipe_file(path, data)
 
-    def create(self, path: str, data: bytes) -> bool:
-        """Return False if the file exists. Without exclusive creation in the store, two callers may both get True."""
-        if self.is_local:
-            return _link_into(Path(path), data)
-        try:
-            self.fs.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            return False
-        except Exception:  # a store, or an older fsspec, without exclusive creation
-            self.fs.invalidate_cache()
-            if self.fs.exists(path):
-                return False
-            self.fs.pipe_file(path, data)
-        return True
-
     def remove(self, folder: str, is_ours: Callable[[str], bool]) -> None:
         """Remove files by their relative path, on a disk also the empty folder and its parent. OSError: some remain."""
         paths = [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
@@ -115,23 +100,6 @@ def link_or_copy(source: Path, target: Path) -> None:
             os.link(source, target)
             return
     shutil.copyfile(source, target)
-
-
-def _link_into(target: Path, data: bytes) -> bool:
-    unfinished = Path(f"{target}.{uuid.uuid4().hex}")
-    _rename_into(str(unfinished), lambda new: new.write_bytes(data))
-    try:
-        os.link(unfinished, target)
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without links
-        with contextlib.suppress(FileExistsError), target.open("xb") as file:
-            file.write(data)
-            return True
-        return False
-    finally:
-        unfinished.unlink()
-    return True
 
 
 def _rename_into(path: str, write: Callable[[Path], object]) -> None:
