@@ -291,6 +291,15 @@ def test_what_nccls_watchdog_says_is_told_with_the_abort_however_long_the_stacks
 # ---- A rank that hangs -----------------------------------------------------------------------------------------------
 
 
+def test_a_rank_that_is_signalled_by_hand_has_its_stack_in_its_log(driver: Driver) -> None:
+    driver.start(wait_for_ever)
+    driver.next(Ready)
+    [rank] = ranks_of(fork_server())
+    while not any(isinstance(said, messages.Lines) and "in wait_for_ever" in str(said) for said in driver.unheard):
+        rank.send_signal(signal.SIGQUIT)  # again: it was on its way there, or another thread was given the signal
+        driver.hear_beat()
+
+
 def test_a_rank_answers_with_its_stacks_and_writes_them_to_its_log(driver: Driver) -> None:
     driver.start(wait_for_ever)
     driver.next(Ready)
