@@ -1,13 +1,12 @@
 """A rank's log records reach its agent: several per message, none lost, all in order."""
 
-import math
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol.messages import Noted, Ready, Report, unpack
+from flytekitplugins.daskpytorch.protocol.messages import Ready, Report, unpack
 from flytekitplugins.daskpytorch.rank.link import GangLink
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import order_for
@@ -43,14 +42,6 @@ def test_records_that_come_soon_go_together(agent: tuple[GangLink, Connection]) 
     assert arrived(agents) == []
 
 
-def test_each_kind_of_hint_is_reported_once(agent: tuple[GangLink, Connection]) -> None:
-    link, agents = agent
-    for hint in (Noted("one", "loss"), None, Noted("another", "loss"), Noted("one", "seed")):
-        link.hint(hint)
-    link.send_records()
-    assert [said for message in arrived(agents) for said in message] == [Noted("one", "loss"), Noted("one", "seed")]
-
-
 def test_other_reports_come_after_what_was_logged_before_them(agent: tuple[GangLink, Connection]) -> None:
     link, agents = agent
     link.records.add(record(0))
@@ -69,15 +60,3 @@ def test_records_go_though_nothing_follows_them(agent: tuple[GangLink, Connectio
     link.records.add(record(1))
     assert arrived(agents) == [[record(0)]]
     assert arrived(agents, patience=60.0) == [[record(1)]]
-
-
-def test_a_loss_that_is_no_number_is_told_once_behind_its_record(agent: tuple[GangLink, Connection]) -> None:
-    link, agents = agent
-    for step in range(4):
-        link.log(record(step, loss=math.nan if step else 0.5))
-    link.send_records()
-    _, [first, hint, *others] = arrived(agents)
-    assert isinstance(hint, Noted)
-    assert "step 1" in hint.text
-    assert [report.step for report in (first, *others) if isinstance(report, LogRecord)] == [1, 2, 3]
-    assert len(others) == 2

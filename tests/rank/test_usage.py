@@ -225,3 +225,16 @@ def test_a_compilation_has_seconds_of_its_own() -> None:
     seconds = ledger.seconds()
     assert 0 < seconds["compiling"] == first["compiling"]
     assert min(seconds["stepping"], seconds["evaluation"]) > 0
+
+
+# ---- A hint
+
+
+@pytest.mark.parametrize(
+    ("num_collectives", "world_size", "is_told"), [(0, 2, True), (1, 2, False), (0, 1, False), (None, 2, False)]
+)
+def test_ranks_that_have_called_no_collective_are_told(
+    num_collectives: int | None, world_size: int, *, is_told: bool
+) -> None:
+    assert (usage.of_exchange(num_collectives, world_size, has_trained=True) is not None) is is_told
+    assert usage.of_exchange(num_collectives, world_size, has_trained=False) is None

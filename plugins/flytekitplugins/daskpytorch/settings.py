@@ -280,7 +280,7 @@ class Gang:
     hints: bool = True
     """True: log one line for each likely mistake.
 
-    Mistakes are a loss of NaN or infinity, ranks without collectives, and a metric of `keep` that no checkpoint has.
+    Mistakes are ranks without collectives, and a metric of `keep` that no checkpoint has.
     """
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     """Environment variables of all ranks, as if set before each rank's Python started. They win over those of the task

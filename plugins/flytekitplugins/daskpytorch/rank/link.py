@@ -24,7 +24,6 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.observer import RankObservers
 from flytekitplugins.daskpytorch.protocol.payload import Address
 from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage, sharded_classes
-from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.rank.transfers import Transfers
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
@@ -55,11 +54,11 @@ class Records:
     def __init__(self, send: Callable[[], None], interval: float) -> None:
         self._send = send
         self._interval = interval
-        self._waiting: deque[LogRecord | messages.Spent | messages.Noted] = deque()
+        self._waiting: deque[LogRecord | messages.Spent] = deque()
         self._send_at = 0.0
         self._sender: threading.Thread | None = None
 
-    def add(self, record: LogRecord | messages.Spent | messages.Noted) -> None:
+    def add(self, record: LogRecord | messages.Spent) -> None:
         self._waiting.append(record)
         if time.monotonic() >= self._send_at or len(self._waiting) >= MAX_WAITING:
             self._send()
@@ -67,7 +66,7 @@ class Records:
             self._sender = threading.Thread(target=self._keep_sending, name="daskpytorch-log", daemon=True)
             self._sender.start()
 
-    def take(self) -> list[LogRecord | messages.Spent | messages.Noted]:
+    def take(self) -> list[LogRecord | messages.Spent]:
         """Remove all waiting records, without metrics of the user's classes.
 
         Only one thread at a time may call this.
@@ -113,14 +112,12 @@ class GangLink(Link):
         self._submit_lock = threading.Lock()
         self._answers: dict[tuple[Question, int], Future[Answer]] = {}
         self._num_asked: Counter[Question] = Counter()
-        self._hinted: set[str] = set()
         self._adapted: set[str] = set()
         self.has_returned = False
         self.has_delivered = False
         self.has_failed = False
         self.has_reported = False
         self.has_closed_observers = threading.Event()
-        self._gives_hints = job.settings.hints
         self.records = Records(self.send_records, interval_of(place.rank, place.world_size))
         here = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _fall_silent(here()))
@@ -137,8 +134,6 @@ class GangLink(Link):
         self.ledger.mark()
         self.show(record)
         self.records.add(record)
-        if self._gives_hints:
-            self.hint(usage.of_loss(record))
 
     def show(self, record: LogRecord) -> None:
         with self._observers_lock:
@@ -193,12 +188,6 @@ class GangLink(Link):
 
     def note(self, text: str) -> None:
         self.send(messages.Noted(text))
-
-    def hint(self, note: messages.Noted | None) -> None:
-        """Each kind of hint is reported once."""
-        if note is not None and note.hint not in self._hinted:
-            self._hinted.add(note.hint)
-            self.records.add(note)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:

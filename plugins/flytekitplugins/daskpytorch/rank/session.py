@@ -71,7 +71,9 @@ class Session:
     def _hint_at_exchange(self) -> None:
         if self._order.job.settings.hints:
             num_exchanges, has_trained = process_group.num_exchanges(), self._link.ledger.num_steps > 0
-            self._link.hint(usage.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained))
+            hint = usage.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained)
+            if hint is not None:
+                self._link.send(hint)
 
     def see_out(self) -> None:
         """Wait until all ranks have finished, then give observers the account of time.

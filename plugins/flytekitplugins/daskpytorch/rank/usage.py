@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.records import RankUsage
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.records import LogRecord
     from flytekitplugins.daskpytorch.settings import Profile
 
 
@@ -221,17 +219,6 @@ def _of_gpu(uuid: str) -> tuple[int | None, float | None]:
 
 
 # ---- Hints
-
-
-def of_loss(record: LogRecord) -> Noted | None:
-    for name, value in record.metrics.items():
-        if "loss" in name.lower() and isinstance(value, float) and not math.isfinite(value):
-            return Noted(
-                f"logged {name}={value} at step {record.step}: most often nothing is learned from there on. Lower the "
-                "learning rate, clip gradients, or look for such values in the data.",
-                "loss",
-            )
-    return None
 
 
 def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Noted | None:
