@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "flytekitplugins_daskpytorch"
-TOOLS = ("pip", "pytest", "pytest-timeout", "pillow", "torchcodec>=0.16", "aiohttp", "decorator")
+TOOLS = ("pip", "pytest", "pytest-timeout", "pillow", "aiohttp", "decorator")
 """Packages beside those of the plugin. pip installs the wheels there. flytekit needs the last two by way of gcsfs."""
 NOT_THERE = ("torch", "torchvision", "triton", "adlfs", "cryptography", "gcsfs", "s3fs")
 """Packages that the wheels lack, with their own requirements. The machine has the first three. It has no network, so it

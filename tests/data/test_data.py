@@ -47,12 +47,11 @@ def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> Non
             {
                 "decoder": "cv2",
                 "on_error": "ignore",
-                "max_pixels": 0,
                 "timeout": 0,
                 "num_connections": 0,
                 "num_retries": -1,
             },
-            r"\(decoder='cv2'\): .*\(on_error='ignore'.*\(max_pixels=0\).*num_connections=0.*timeout=0.*num_retries=-1",
+            r"\(decoder='cv2'\): .*\(on_error='ignore'.*num_connections=0.*timeout=0.*num_retries=-1",
         ),
         (
             ("b",),

@@ -4,7 +4,7 @@ Runs in ranks, but `DaskPartitions` is made in the driver.
 """
 
 from flytekitplugins.daskpytorch.data.bucket import ChangedError, DamagedTransferError
-from flytekitplugins.daskpytorch.data.image_folder import BrokenImageError, ImageTooLargeError, S3ImageFolder
+from flytekitplugins.daskpytorch.data.image_folder import BrokenImageError, S3ImageFolder
 from flytekitplugins.daskpytorch.data.partitions import DaskPartitions, Share
 from flytekitplugins.daskpytorch.data.rank_loader import RankBatches, RankLoader, ReadAhead, split_by_class
 
@@ -13,7 +13,6 @@ __all__ = [
     "ChangedError",
     "DamagedTransferError",
     "DaskPartitions",
-    "ImageTooLargeError",
     "RankBatches",
     "RankLoader",
     "ReadAhead",

@@ -68,8 +68,8 @@ class DamagedTransferError(OSError):
         >>> dogs = data.S3ImageFolder("s3://pictures/with-a-broken-one", on_error=instead)
         >>> pictures = dogs.__getitems__(range(len(dogs)))
         with-a-broken-one/beagle/broken.jpg: broken
-        >>> len(dogs), len(pictures), dogs.num_broken
-        (9, 8, 1)
+        >>> len(dogs), len(pictures)
+        (9, 8)
     """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import os
@@ -13,9 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Problems, require_extra
@@ -25,16 +23,10 @@ from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from PIL.ImageFile import ImageFile
 
     Picture = Image | Tensor
 
 Decoder = Literal["pil", "tensor"]
-END_OF_JPEG = b"\xff\xd9"
-JPEG_MODES = ("RGB", "L")
-"""PIL's modes of JPEGs that torchcodec and torchvision decode to the same pixels as PIL."""
-MAX_PIXELS = 2**30 // 12
-"""89 million pixels, which PIL opens without a warning. Their decoding takes a gigabyte of memory."""
 
 
 class BrokenImageError(ValueError):
@@ -51,20 +43,6 @@ class BrokenImageError(ValueError):
     """
 
 
-class ImageTooLargeError(BrokenImageError):
-    """A picture has more pixels than `max_pixels` allows, and was not decoded.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch import data
-        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", max_pixels=100)
-        >>> try:
-        ...     dogs[0]
-        ... except data.ImageTooLargeError as error:
-        ...     print(error)
-        s3://pictures/dogs/beagle/0.jpg ... max_pixels...
-    """
-
-
 def prepare(decoder: Decoder) -> None:
     """Import the modules that a decoder needs, before threads decode. Imports in several threads may fail."""
     import PIL.Image
@@ -73,37 +51,11 @@ def prepare(decoder: Decoder) -> None:
     if decoder != "pil":
         import torchvision.transforms.functional  # noqa: F401
 
-        _jpeg_decoder()
 
-
-@functools.cache
-def _jpeg_decoder() -> Callable[[Tensor], Tensor]:
-    try:
-        from torchcodec.decoders import decode_jpeg
-    except ModuleNotFoundError:
-        return _torchvisions()
-    except (ImportError, OSError, RuntimeError) as error:  # raised by torchcodec's shared libraries
-        logging.getLogger(__name__).warning(
-            "torchvision decodes the pictures, since torchcodec cannot: %s. torchcodec decodes pictures from 0.16 on, "
-            "which needs torch 2.11 or newer; this is torch %s. torchcodec's README lists the matching versions",
-            str(error).splitlines()[0],
-            torch.__version__,
-        )
-        return _torchvisions()
-    return functools.partial(decode_jpeg, mode="RGB")  # torchcodec rotates by the EXIF data itself
-
-
-def _torchvisions() -> Callable[[Tensor], Tensor]:
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    return functools.partial(decode_jpeg, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-
-
-def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Image | Tensor:
+def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
     """Return the picture of a file in RGB, rotated as its EXIF data say. A tensor is uint8 of (3, height, width).
 
-    With `min_side`, PIL decodes JPEGs at the smallest of full, half, quarter and eighth size that suits. Raises
-    `BrokenImageError` and `ImageTooLargeError`.
+    Raises `BrokenImageError`.
     """
     from PIL import Image, ImageOps
 
@@ -111,39 +63,11 @@ def decode(body: bytes, decoder: Decoder, max_pixels: int = MAX_PIXELS, min_side
         raise BrokenImageError("it is empty (0 bytes)")
     try:
         picture = Image.open(io.BytesIO(body))  # reads the header only
-        _check_size(picture, max_pixels)
-        is_whole_size = min_side is None or not _shrink(picture, min_side)
-        is_for_torch = picture.format == "JPEG" and picture.mode in JPEG_MODES
-        # Torchvision decodes a JPEG that is cut short, with a grey rest. The other decoders raise an error.
-        is_complete = body.rstrip(b"\0").endswith(END_OF_JPEG)
-        if decoder != "pil" and is_whole_size and is_for_torch and is_complete:
-            return _jpeg_decoder()(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         ImageOps.exif_transpose(picture, in_place=True)  # without `in_place` PIL copies the picture
         upright = _as_rgb(picture)
-    except ImageTooLargeError:
-        raise
-    except Image.DecompressionBombError as error:  # PIL's own limit, twice PIL.Image.MAX_IMAGE_PIXELS
-        raise ImageTooLargeError(
-            f"{error} Make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS as well as max_pixels={max_pixels:,}"
-        ) from error
-    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError) as error:
+    except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError) as error:
         raise BrokenImageError(f"{type(error).__name__}: {error} ({len(body)} bytes)") from error
     return upright if decoder == "pil" else _as_tensor(upright)
-
-
-def _check_size(picture: Image, max_pixels: int) -> None:
-    width, height = picture.size
-    if width * height > max_pixels:
-        raise ImageTooLargeError(
-            f"it has {width:,} x {height:,} = {width * height:,} pixels, max_pixels={max_pixels:,} are allowed. Make "
-            "it smaller, or raise max_pixels where there is memory for it"
-        )
-
-
-def _shrink(picture: ImageFile, min_side: int) -> bool:
-    whole = picture.size
-    picture.draft(None, (min_side, min_side))
-    return picture.size != whole
 
 
 def _as_rgb(picture: Image) -> Image:
@@ -169,13 +93,10 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
-MAX_LOADER_WORKERS = 1024
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
     "decoder": checks.one_of(*get_args(Decoder)),
     "on_error": checks.must_be("'raise', 'skip' or a function", callable, lambda value: value in ("raise", "skip")),
-    "max_pixels": WHOLE,
-    "min_side": checks.optional(WHOLE),
     "num_connections": WHOLE,
     "timeout": checks.SECONDS,
     "num_retries": checks.whole(0),
@@ -228,8 +149,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         decoder: Decoder = "pil",
         nested: bool = False,
         on_error: OnError = "raise",
-        max_pixels: int = MAX_PIXELS,
-        min_side: int | None = None,
         index: str | os.PathLike[str] | None = None,
         num_connections: int = 32,
         timeout: float = 30.0,
@@ -247,20 +166,12 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 `region_name`. `endpoint_url` is the address of a server other than AWS, with the bucket in the URL's
                 path. Default: from the environment or the profile, else AWS.
             decoder: Type of the pictures that transforms get. `pil`: a `PIL.Image.Image` in RGB. `tensor`: a uint8
-                tensor of (3, height, width), decoded faster by torchcodec, if installed, or torchvision. Both are
-                upright, and have the same pixels.
+                tensor of (3, height, width). Both are upright.
             nested: True: also take pictures that are deeper than `prefix/class/picture`. False: deeper pictures are an
                 error, because folders such as `train` and `val` would become classes.
             on_error: Handling of a picture that cannot be decoded, has vanished, or arrives damaged after all retries.
                 `raise`: raise the error. `skip`: leave the picture out of its batch. A function of key and error
-                returns a picture to use instead, or None to skip. Skipped and replaced pictures are logged, and counted
-                in `num_broken`.
-            max_pixels: Maximum number of pixels of a picture, since a file of kilobytes may take gigabytes to decode.
-                `on_error` handles a larger picture, which is not decoded.
-            min_side: Minimum length, in pixels, of a decoded picture's shorter side, for transforms that shrink
-                pictures anyway, such as 256 for `Resize(256)`. A JPEG is decoded at the smallest of full, half, quarter
-                and eighth size that suits, in a fraction of the time. Results differ a little, and a crop before
-                `Resize` takes a larger part of the picture. None: full size.
+                returns a picture to use instead, or None to skip. Skipped and replaced pictures are logged.
             index: File with the listing, for many ranks and runs. A missing file is written. None: list the folder.
             num_connections: Maximum number of requests in flight per process.
             timeout: Timeout, in seconds, for the server's answer to a request.
@@ -286,15 +197,12 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         self.target_transform = target_transform
         self._decoder: Decoder = decoder
         self._on_error = on_error
-        self._max_pixels = max_pixels
-        self._min_side = min_side
         self._source = _Source(bucket, access)
         self._index = self._listed(prefix, index, nested=nested)
         self.all_files = [listed.key for listed in self._index.files]
         self.classes = self._index.classes
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
         self.targets = self._index.targets
-        self._num_broken = _counters()
 
     @property
     def etags(self) -> list[str]:
@@ -303,11 +211,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         Equal pictures have equal texts, except after uploads in parts or with KMS keys.
         """
         return [f"{listed.etag} {listed.size}" for listed in self._index.files]
-
-    @property
-    def num_broken(self) -> int:
-        """Number of broken pictures that this process and its DataLoader workers have skipped or replaced."""
-        return int(self._num_broken.sum())
 
     def __len__(self) -> int:
         return len(self.all_files)
@@ -353,12 +256,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             )
         return items
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not self._num_broken.is_shared():  # type: ignore[no-untyped-call]
-            # Processes other than workers of the data set's own loader need their own counters.
-            self._num_broken = _counters()
-
     def _listed(self, prefix: str, path: str | os.PathLike[str] | None, *, nested: bool) -> ImageIndex:
         bucket = self._source.here.bucket
         if path is not None and Path(path).exists():
@@ -380,9 +277,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 
     def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
         try:
-            return decode(body.result(), self._decoder, self._max_pixels, self._min_side)
+            return decode(body.result(), self._decoder)
         except BrokenImageError as error:
-            return type(error)(f"{self._uri(index)} cannot be decoded: {error}. on_error='skip' leaves it out")
+            return BrokenImageError(f"{self._uri(index)} cannot be decoded: {error}. on_error='skip' leaves it out")
         except OF_ONE_PICTURE as error:
             return error
 
@@ -391,8 +288,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             return outcome
         if self._on_error == "raise":
             raise outcome
-        worker = get_worker_info()
-        self._num_broken[0 if worker is None else 1 + worker.id % MAX_LOADER_WORKERS] += 1
         replacement: Picture | None = None
         if callable(self._on_error):
             replacement = self._on_error(self.all_files[index], outcome)
@@ -455,9 +350,3 @@ class _Source:
 
     def __reduce__(self) -> tuple[type[_Source], tuple[str, Access]]:
         return _Source, (self._name, self._access)
-
-
-def _counters() -> Tensor:
-    counters = torch.zeros(1 + MAX_LOADER_WORKERS, dtype=torch.int64)
-    counters.share_memory_()  # type: ignore[no-untyped-call]
-    return counters
