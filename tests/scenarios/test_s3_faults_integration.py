@@ -177,7 +177,6 @@ TRANSIENT = {
     "reset": faults.RESET,
     "reset in the body": faults.RESET_IN_BODY,
     "shortened": faults.SHORTENED,
-    "corrupted": faults.CORRUPTED,
     "garbage": faults.GARBAGE,
     "stalled": faults.late(5 * TIMEOUT),
     "stalled in the body": faults.stalled_body(5 * TIMEOUT),
@@ -213,16 +212,6 @@ def test_a_fault_that_stays_ends_in_an_error_that_says_so(folder: Make, proxy: F
         read(dataset, VICTIM)
     assert type(raised.value) is kind
     assert proxy.num_requests(VICTIM) == NUM_RETRIES + 1
-
-
-def test_bytes_that_are_wrong_again_and_again_are_an_error(folder: Make, proxy: FaultProxy) -> None:
-    dataset = folder()
-    dataset[0]  # whose ETag is its checksum, so that others are, too
-    proxy.fail(faults.CORRUPTED, VICTIM)
-    with pytest.raises(
-        data.DamagedTransferError, match=rf"{URI} arrived with the checksum .* but was listed with .*Tried 3"
-    ):
-        read(dataset, VICTIM)
 
 
 def test_a_picture_that_is_deleted_in_mid_epoch_is_named_and_asked_for_once(

@@ -88,8 +88,6 @@ SHORTENED: Fault = lambda right: Answer(  # noqa: E731
     head=_with_length(right.head, len(right.body) // 2), body=_half(right)
 )
 """Announce and send half of the object, as if that were all."""
-CORRUPTED: Fault = lambda right: Answer(head=right.head, body=_half(right) + bytes(len(right.body) - len(_half(right))))  # noqa: E731
-"""The right length, and zeros for the second half."""
 GARBAGE: Fault = lambda _: Answer(head=b"\x00\xffno HTTP\r\n\r\n", end="close")  # noqa: E731
 
 

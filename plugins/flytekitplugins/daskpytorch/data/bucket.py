@@ -6,7 +6,6 @@ obstore do not survive a fork, so a forked process would hang in obstore, and re
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import random
@@ -31,8 +30,6 @@ REFRESH = timedelta(minutes=6)
 """Time after which obstore asks for temporary credentials again, as botocore renews them ten minutes ahead."""
 FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 5.0
-MD5 = re.compile(r"[0-9a-f]{32}")
-"""ETags that look like MD5 checksums. That of an object that a KMS key encrypts only looks like one."""
 SERVER = "Check the address, the network and the server"
 REGION = "Name the region: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
@@ -57,7 +54,7 @@ HTTP_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "301": "PermanentRedire
 
 
 class DamagedTransferError(OSError):
-    """An object's length or checksum differs from the bucket's listing, even after all retries.
+    """An object's length differs from the bucket's listing, even after all retries.
 
     Examples:
         Leave out damaged pictures, and pictures that cannot be decoded:
@@ -113,7 +110,6 @@ class Bucket:
         """Obstore's store. None before the first read, and where obstore would hang."""
         self._is_ready = False
         self._lock = threading.Lock()
-        self._etags_are_checksums: bool | None = None
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """Yield all objects whose keys begin with a prefix, in the order of their keys.
@@ -130,19 +126,18 @@ class Bucket:
             raise _from_botocore(error, uri) from error
 
     def read(self, listed: Listed) -> bytes:
-        """Read an object with retries, and return its bytes, whose length and checksum match the listing.
+        """Read an object with retries, and return its bytes, whose length and ETag match the listing.
 
         Raises `FileNotFoundError`, `PermissionError`, `ChangedError` if the object was overwritten since the listing,
         `DamagedTransferError`, `TimeoutError`, and other `OSError`s.
         """
         uri = f"s3://{self.name}/{listed.key}"
-        seen: set[bytes] = set()
         for retry in range(self.access.num_retries + 1):
             if retry:
                 time.sleep(random.uniform(0.5, 1) * min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** (retry - 1)))
             try:
                 body, etag = self._get(listed.key)
-                self._verify(uri, listed, body, etag, seen)
+                _verify(uri, listed, body, etag)
             except FINAL:
                 raise
             except OSError as error:
@@ -206,40 +201,15 @@ class Bucket:
                 self._client = self.access.client(self._session)
         return self._client
 
-    def _verify(self, uri: str, listed: Listed, body: bytes, etag: str, seen: set[bytes]) -> None:
-        if etag != listed.etag and etag and listed.etag:
-            raise ChangedError(
-                f"{uri} has been overwritten since it was listed: it had {listed.size} bytes and the ETag "
-                f"{listed.etag}, now {etag}. List the bucket again"
-            )
-        if len(body) != listed.size:
-            raise DamagedTransferError(f"{uri} arrived with {len(body)} bytes instead of {listed.size}. {SERVER}")
-        if self._etags_are_checksums is False or not MD5.fullmatch(listed.etag):
-            return
-        checksum = hashlib.md5(body, usedforsecurity=False)
-        if checksum.hexdigest() == listed.etag:
-            self._etags_are_checksums = True
-            return
-        if checksum.digest() not in seen or self._is_checksum(listed):
-            seen.add(checksum.digest())
-            raise DamagedTransferError(
-                f"{uri} arrived with the checksum {checksum.hexdigest()}, but was listed with {listed.etag}. {SERVER}"
-            )
-        if self._etags_are_checksums is None:
-            self._etags_are_checksums = False
-            logger.warning(
-                "ETags of s3://%s are no MD5 checksums (as %s shows), so only the lengths of downloads are checked",
-                self.name,
-                uri,
-            )
 
-    def _is_checksum(self, listed: Listed) -> bool:
-        try:
-            answer = self._connected().head_object(Bucket=self.name, Key=listed.key)
-        except Exception as error:
-            raise _from_botocore(error, f"s3://{self.name}/{listed.key}") from error
-        encryption = answer.get("ServerSideEncryption", "")
-        return encryption == "AES256" or (self._etags_are_checksums is True and not encryption.startswith("aws:kms"))
+def _verify(uri: str, listed: Listed, body: bytes, etag: str) -> None:
+    if etag != listed.etag and etag and listed.etag:
+        raise ChangedError(
+            f"{uri} has been overwritten since it was listed: it had {listed.size} bytes and the ETag "
+            f"{listed.etag}, now {etag}. List the bucket again"
+        )
+    if len(body) != listed.size:
+        raise DamagedTransferError(f"{uri} arrived with {len(body)} bytes instead of {listed.size}. {SERVER}")
 
 
 def _from_obstore(error: Exception, uri: str) -> OSError:

@@ -107,8 +107,8 @@ NUM_DECODERS = 2
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
     """Map-style data set of (picture, label), from pictures in S3 at `prefix/class/picture`.
 
-    The folder is listed when the data set is made, without objects that are no pictures by their extension. Each
-    picture that arrives is compared with the listing.
+    The folder is listed when the data set is made, without objects that are no pictures by their extension. Length and
+    ETag of each picture that arrives are compared with the listing.
 
     Many requests of one client per process read a batch at once. With `RankLoader` or `ReadAhead`, the next batch is
     read while the current one is decoded and trained on.
@@ -175,7 +175,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             index: File with the listing, for many ranks and runs. A missing file is written. None: list the folder.
             num_connections: Maximum number of requests in flight per process.
             timeout: Timeout, in seconds, for the server's answer to a request.
-            num_retries: Maximum number of retries of a request after resets, timeouts, HTTP 5xx or damage.
+            num_retries: Maximum number of retries of a request after resets, timeouts, HTTP 5xx or short bodies.
 
         Raises:
             ValueError: An argument is out of range, or the folder has pictures at deeper levels.
