@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 
 POLL_INTERVAL = 0.2
-TOLERANCE = 1.1
-"""Maximum bytes of a rank's partitions, as a multiple of the average.
-
-A partition beyond goes to the rank with the fewest bytes.
-"""
 
 
 class DaskPartitions:
@@ -72,7 +67,7 @@ class DaskPartitions:
     def share(self) -> Share:
         """Return this rank's partitions. All ranks must call `share` together. Each partition is in one share.
 
-        A rank gets partitions of its own Dask worker, unless the rank would have far more bytes than others. A
+        A rank gets partitions of its own Dask worker, unless the rank would have more partitions than others. A
         restarted gang divides the partitions anew.
 
         Raises:
@@ -91,8 +86,7 @@ class DaskPartitions:
                 f"repartition(npartitions={2 * rank.world_size}), or have fewer ranks."
             )
         way = way_to_dask(self._scheduler)
-        sizes = _sizes_here(way, self._keys)
-        held = gathered({number: sizes[key] for number, key in enumerate(self._keys) if key in sizes})
+        held = gathered(_held_here(way, self._keys))
         return Share(self._keys, share_out(len(self), held)[rank.rank], way)
 
 
@@ -214,12 +208,10 @@ def _reaches_workers(way: WorkerData) -> bool:
     return not way.worker.startswith("inproc:")
 
 
-def _sizes_here(way: WorkerData, keys: Sequence[Key]) -> dict[Key, int]:
+def _held_here(way: WorkerData, keys: Sequence[Key]) -> set[int]:
     client = client_in_rank(way)
     holders = client.sync(client.scheduler.who_has, keys=keys)
-    here = [key for key, addresses in holders.items() if way.worker in addresses]
-    sizes: dict[Key, int] = client.nbytes(here, summary=False)
-    return sizes
+    return {number for number, key in enumerate(keys) if way.worker in holders[key]}
 
 
 def _fetch(way: WorkerData, key: Key) -> Any:
@@ -265,41 +257,24 @@ def _check_coming(key: Key, state: str | None) -> None:
         )
 
 
-# ---- Division of the partitions. All ranks compute the same division, since all have the same sizes
+# ---- Division of the partitions. All ranks compute the same division
 
 
-def share_out(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[list[int]]:
-    """Divide partitions among ranks. A rank gets those of its worker, up to `TOLERANCE` times the average bytes.
+def share_out(num_partitions: int, held: Sequence[Collection[int]]) -> list[list[int]]:
+    """Divide partitions evenly among ranks. A rank gets those of its worker first.
 
-    `held` has for each rank its worker's partitions: bytes by partition number.
+    `held` has for each rank the numbers of its worker's partitions.
     """
-    sizes = _sizes(num_partitions, held)
-    most = TOLERANCE * sum(sizes) / len(held)
     shares: list[list[int]] = [[] for _ in held]
-    loads = [0] * len(held)
-    # The largest partitions come first, so that small ones fill the gaps. Equal ones are ordered by number.
-    waiting = sorted(range(num_partitions), key=lambda each: (-sizes[each], each))
-    for may_leave in (False, True):  # first those that stay, so that others do not take their room
-        for number in list(waiting):
-            empty = [rank for rank, share in enumerate(shares) if not share]
-            open_ranks = empty if len(empty) >= len(waiting) else range(len(held))
-            at_home = [
-                rank
-                for rank in open_ranks
-                if number in held[rank] and (not shares[rank] or loads[rank] + sizes[number] <= most)
-            ]
-            if at_home or may_leave:
-                rank = min(at_home or open_ranks, key=lambda each: (loads[each], number not in held[each]))
-                shares[rank].append(number)
-                loads[rank] += sizes[number]
-                waiting.remove(number)
+    least = num_partitions // len(held)
+    left = []
+    for number in range(num_partitions):
+        at_home = [rank for rank, own in enumerate(held) if number in own and len(shares[rank]) < least]
+        if at_home:
+            shares[min(at_home, key=lambda rank: len(shares[rank]))].append(number)
+        else:
+            left.append(number)
+    for number in left:
+        rank = min(range(len(held)), key=lambda rank: (len(shares[rank]), number not in held[rank]))
+        shares[rank].append(number)
     return [sorted(share) for share in shares]
-
-
-def _sizes(num_partitions: int, held: Sequence[Mapping[int, int]]) -> list[int]:
-    known: dict[int, int] = {}
-    for has in held:
-        for partition, size in has.items():
-            known[partition] = max(size, known.get(partition, 1))
-    average = sum(known.values()) // len(known) if known else 1
-    return [known.get(partition, average) for partition in range(num_partitions)]
