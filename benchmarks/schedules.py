@@ -674,13 +674,15 @@ def _plan(gang: Watched, outage: Outage, store: Path) -> None:
 def check_storage(story: Story, store: Path) -> None:
     """Note what the manifest names and is not whole or has a wrong value, and a newest checkpoint that it lacks."""
     import torch
+    from fsspec.implementations.local import LocalFileSystem
 
-    from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
+    from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, read
     from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, digest_of
+    from flytekitplugins.daskpytorch.protocol.files import Files
 
     named = []
     for path in store.glob(f"*/{MANIFEST}"):
-        if (found := named_in(path.read_bytes())) is None:
+        if (found := read(Files(LocalFileSystem()), str(path.parent))) is None:
             story.troubles.append("the manifest is torn")
         for entry in found or ():
             file = Path(entry.uri) if entry.is_sharded else path.parent / entry.name

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.manifest import find
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, digest_of
@@ -88,20 +87,6 @@ def test_the_same_again_without_metrics_is_as_good_as_it_was(agent: Path, folder
 
 
 # ---- Damage on the disk ---------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_not_read_again_while_nobody_writes_to_it(
-    checkpoints: Vault, agent: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(agent, 1)
-    upload(checkpoints, agent, file)
-    read: list[Path] = []
-    monkeypatch.setattr(manifest, "digest_of", lambda path: read.append(path) or file.digest)
-    assert checkpoints.newest() == file
-    assert not read
-    os.utime(folder / file.name)  # as whoever writes would leave it
-    assert checkpoints.newest() == file
-    assert read == [folder / file.name]
 
 
 def test_when_all_are_damaged_there_is_none_until_the_next_comes(checkpoints: Vault, agent: Path, folder: Path) -> None:

@@ -230,10 +230,9 @@ def sharded_states(part: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["alone", "parameter", "list", "dataclass", "optimizer", "deque"])
-@pytest.mark.parametrize("is_main", [True, False])
-def test_sharded_state_is_refused_by_every_rank(rank: Rank, mesh: DeviceMesh, kind: str, is_main: bool) -> None:
+def test_sharded_state_is_refused(rank: Rank, mesh: DeviceMesh, kind: str) -> None:
     state = sharded_states(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))[kind]
-    checkpoint = rank.checkpoint(is_main=is_main)
+    checkpoint = rank.checkpoint()
     with pytest.raises(TypeError, match=r"is sharded: it has a \w+ of shape \(4, 2\), .*save_sharded\(state, step\)"):
         checkpoint.save(state, 1)
     checkpoint.flush()
@@ -243,9 +242,8 @@ def test_sharded_state_is_refused_by_every_rank(rank: Rank, mesh: DeviceMesh, ki
 @pytest.mark.filterwarnings("ignore:Please use DTensor")
 def test_sharded_tensor_of_fsdp1_is_refused(rank: Rank, mesh: DeviceMesh) -> None:
     spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[arg-type]
-    for is_main in (True, False):
-        with pytest.raises(TypeError, match=r"it has a ShardedTensor of shape \(4, 2\)"):
-            rank.checkpoint(is_main=is_main).save({"w": sharded_tensor.zeros(spec, 4, 2)}, 1)
+    with pytest.raises(TypeError, match=r"it has a ShardedTensor of shape \(4, 2\)"):
+        rank.checkpoint().save({"w": sharded_tensor.zeros(spec, 4, 2)}, 1)
     with pytest.raises(TypeError, match="a ShardedTensor belongs to all ranks together"):
         unwrapped([sharded_tensor.zeros(spec, 4, 2)])
 
@@ -448,7 +446,7 @@ def test_what_does_not_arrive_is_an_error_with_the_reason(keeper: Keeper) -> Non
     elsewhere = dataclasses.replace(order_for(checkpoint=best), scratch=str(keeper.rank.folder))
     (keeper.rank.folder / best.name).write_bytes(b"damaged")
     link: Any = keeper
-    with pytest.raises(OSError, match=r"checkpoint of step 2 did not arrive \(ConnectionError: .* cannot reach"):
+    with pytest.raises(ConnectionError, match="cannot reach"):
         RankCheckpoint(elsewhere, link).load()
 
 

@@ -36,8 +36,6 @@ __all__ = ["DaskResultsHandler", "ResultPathError"]
 
 POLL_INTERVAL = 0.05
 """Seconds between two checks for submitted files."""
-MAX_FOLDERS = 100
-"""Functions that upload and remove folders recurse once per folder, at most 1,000 times."""
 OF_PATH = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 """Errors (`errno`) that concern one path. After others, of the whole disk, a write can be repeated."""
 PROFILES = "profiles"
@@ -86,7 +84,7 @@ class DaskResultsHandler:
 
         Raises:
             TypeError: The path is not a string, or the data neither string nor bytes.
-            ValueError: The path is empty, or more than 100 folders deep.
+            ValueError: The path is empty.
             RuntimeError: This process is not a rank.
         """
         if not isinstance(path, str):
@@ -98,11 +96,6 @@ class DaskResultsHandler:
             )
         if not path:
             raise ValueError("submit_result('', ...) takes a path of at least one character")
-        if path.count("/") > MAX_FOLDERS:
-            raise ValueError(
-                f"submit_result({path[:40]!r}..., ...) takes a path of at most {MAX_FOLDERS} folders, not of "
-                f"{path.count('/')}; put more into the names."
-            )
         rank = current_rank()
         if not rank.link.takes_results:
             raise RuntimeError(
@@ -221,18 +214,6 @@ class ResultPathError(ValueError):
         the result that rank ... submitted for the path '../notes.txt' was not written below notes: ...
     """
 
-    def __init__(self, rank: int, path: str, prefix: str, reason: str) -> None:
-        super().__init__(
-            f"the result that rank {rank} submitted for the path {path!r} was not written below {prefix}: {reason}"
-        )
-        self.rank = rank
-        self.path = path
-        self.prefix = prefix
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.rank, self.path, self.prefix, self.reason))
-
 
 class ResultFolder:
     def __init__(self, prefix: str | os.PathLike[str], name: str | None = None) -> None:
@@ -252,7 +233,9 @@ class ResultFolder:
             reason = os.strerror(error.errno)
         except ValueError as error:  # a null byte, half of a surrogate pair, or a path out of the folder
             reason = str(error)
-        raise ResultPathError(rank, path, self.name, reason)
+        raise ResultPathError(
+            f"the result that rank {rank} submitted for the path {path!r} was not written below {self.name}: {reason}"
+        )
 
     def _resolve(self, path: str) -> Path:
         target = os.path.realpath(f"{self._root}/{path}")

@@ -42,9 +42,8 @@ class Whole:
     """In storage, perhaps an earlier attempt's. None: storage has no copy."""
 
     def is_intact_at(self, path: Path) -> bool:
-        if not path.is_file() or path.stat().st_size != self.file.size:
-            return False
-        return state_of(path) == self.state or digest_of(path) == self.file.digest
+        found = state_of(path)
+        return found is not None and (found == self.state or digest_of(path) == self.file.digest)
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
@@ -101,19 +100,15 @@ def read(files: Files, folder: str) -> list[CheckpointEntry] | None:
         content = files.read(f"{folder}/{MANIFEST}")
     except FileNotFoundError:
         return []
-    if (found := format_of(content)) not in (FORMAT, None):
-        raise GangStartError(
-            f"the checkpoints at {folder} are of format {found}, which another version of this package has written; "
-            f"this one reads format {FORMAT}. Go on with that version. Or start afresh: name another "
-            "Gang(checkpoint_uri=...) or Gang(key=...), or move the folder away"
-        )
-    return named_in(content)
-
-
-def format_of(manifest: bytes) -> int | None:
-    """None: the manifest is incomplete."""
-    with contextlib.suppress(ValueError, AttributeError):
-        return int(json.loads(manifest).get("format", 1))
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        written = json.loads(content)
+        if (found := int(written.get("format", 1))) != FORMAT:
+            raise GangStartError(
+                f"the checkpoints at {folder} are of format {found}, which another version of this package has "
+                f"written; this one reads format {FORMAT}. Go on with that version. Or start afresh: name another "
+                "Gang(checkpoint_uri=...) or Gang(key=...), or move the folder away"
+            )
+        return [CheckpointEntry(**entry | {"metrics": _numbers(entry)}) for entry in written["checkpoints"]]
     return None
 
 
@@ -122,15 +117,6 @@ def fetch(files: Files, file: CheckpointEntry, target: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         files.get(f"{file.folder}/{file.name}", target)
     return target.is_file() and digest_of(target) == file.digest
-
-
-def named_in(manifest: bytes) -> list[CheckpointEntry] | None:
-    """None: the manifest is incomplete, or of another format."""
-    try:
-        named = json.loads(manifest)["checkpoints"]
-        return [CheckpointEntry(**entry | {"metrics": _numbers(entry)}) for entry in named]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
 
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
@@ -56,14 +55,10 @@ class RankCheckpoint(Checkpoint):
         return self._loaded
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Copy a state and write it in the background, once the previous one is written.
-
-        Other ranks than 0 only check it.
-        """
+        """Copy rank 0's state and write it in the background, once the previous one is written."""
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
         if not self._is_main:
-            _refuse_sharded(state)
             return
         with self._link.saving(step):
             self.flush()
@@ -100,7 +95,7 @@ class RankCheckpoint(Checkpoint):
         self._loaded = file.saved(self._storage) if file is not None else None
         if file is None:
             return None
-        state = read_checkpoint(self._fetched(file))
+        state = read_checkpoint(self._transfers.fetch(file))
         if file is self._start:
             self._link.progress.reach(file.step, anew=True)
         return state
@@ -143,15 +138,6 @@ class RankCheckpoint(Checkpoint):
                 f"{steps}"
             )
         return chosen
-
-    def _fetched(self, file: CheckpointEntry) -> Path:
-        try:
-            return self._transfers.fetch(file)
-        except (EOFError, OSError, ValueError) as error:
-            raise OSError(
-                f"the checkpoint of step {file.step} did not arrive ({type(error).__name__}: {error}). See the "
-                "driver's log"
-            ) from error
 
 
 def write_checkpoint(
@@ -199,24 +185,20 @@ def check_best(method: str, metric: str | None, best: bool, step: int | None) ->
 class _Copier(pickle.Pickler):
     """Copies a tensor once, even if it occurs repeatedly."""
 
-    def __init__(self, file: IO[bytes], *, only_looks: bool = False) -> None:
-        """`only_looks` copies no tensor, and only raises an error for a sharded one."""
+    def __init__(self, file: IO[bytes]) -> None:
         import torch
 
         super().__init__(file, protocol=5)
         self._tensor = torch.Tensor
         self._sharded = sharded_classes()
-        self._only_looks = only_looks
         self.copies: list[torch.Tensor] = []
         self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, self._tensor):
             return None
-        if isinstance(obj, self._sharded) or (obj.is_meta and not self._only_looks):
+        if isinstance(obj, self._sharded) or obj.is_meta:
             raise _RefusedError(obj)
-        if self._only_looks:
-            return 0
         key = _place_of(obj)
         if key not in self._seen:
             self._seen[key] = (obj, len(self.copies))
@@ -259,19 +241,6 @@ def copy_of(state: Any) -> Any:
         ) from error
 
 
-def _refuse_sharded(state: Any) -> None:
-    """Ranks that copy no state must fail at a sharded tensor as rank 0 does."""
-    if not sharded_classes():
-        return
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            _Copier(nowhere, only_looks=True).dump(state)
-    except _RefusedError as found:
-        raise _refusal(found.tensor) from None
-    except Exception:  # noqa: S110 - whatever does not pickle here concerns nobody
-        pass
-
-
 def _refusal(tensor: torch.Tensor) -> TypeError:
     if not isinstance(tensor, sharded_classes()):
         return TypeError(
@@ -280,12 +249,8 @@ def _refusal(tensor: torch.Tensor) -> TypeError:
         )
     return TypeError(
         f"the state to be saved is sharded: it has a {type(tensor).__name__} of shape {tuple(tensor.shape)}, spread "
-        "over the ranks, and of a state only rank 0's part is kept. Use "
-        "checkpoint.save_sharded(state, step) and load_sharded(state), by which each rank keeps its own part. Or, if "
-        "it fits one process, gather it before, on all ranks, and save that: get_state_dict(model, optimizer, "
-        "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint.state_dict "
-        "for a model and its optimizer (after load, set_state_dict with the same options spreads it again), "
-        "full_tensor() for a single DTensor."
+        "over the ranks, and of a state only rank 0's part is kept. Use checkpoint.save_sharded(state, step) and "
+        "load_sharded(state), by which each rank keeps its own part, or gather the state before on all ranks."
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fsspec.implementations.local import LocalFileSystem
 
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, named_in
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, read
 from flytekitplugins.daskpytorch.process.folders import (
     FOLDER_VARIABLE,
     local_runs_folder,
@@ -67,7 +67,8 @@ class LocalRun:
     def newest_step(self) -> int | None:
         with contextlib.suppress(OSError, LookupError):
             if (manifest := _newest_manifest(self.folder)) is not None:
-                newest = {entry.is_sharded: entry.step for entry in reversed(named_in(manifest.read_bytes()) or ())}
+                named = read(Files(LocalFileSystem()), str(manifest.parent)) or ()
+                newest = {entry.is_sharded: entry.step for entry in reversed(named)}
                 return max(newest.values(), default=None)
         return None
 
