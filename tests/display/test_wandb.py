@@ -20,7 +20,7 @@ from flytekit.types.file import FlyteFile
 from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
 from flytekitplugins.daskpytorch.display import wandb_run
-from flytekitplugins.daskpytorch.display.training import inputs_of, of_task, plain_inputs
+from flytekitplugins.daskpytorch.display.training import of_model, of_task
 from flytekitplugins.daskpytorch.display.wandb import WandbObserver
 from flytekitplugins.daskpytorch.display.wandb_run import RUN_IS, RankRun, RunSettings
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
@@ -48,9 +48,17 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return home
 
 
-def settings(wandb: Wandb | None = None, **changes: Any) -> RunSettings:
-    given: dict[str, Any] = {"task": "workflows.names.train", "execution": "f3a"}
-    return wandb_observer.begin(wandb or Wandb(project="names"), **{**given, **changes})
+def settings(
+    wandb: Wandb | None = None, *, training: Training | None = None, execution: str | None = "f3a"
+) -> RunSettings:
+    """What rank 0 opens after the gang was placed."""
+    wandb = wandb or Wandb(project="names")
+    observer = WandbObserver(wandb, wandb_observer.variables_of(wandb), execution)
+    To(observer).begins(training or Training(name="workflows.names.train", id="train-f3a"))
+    To(observer).placed(shape_of(node()))
+    [part] = Observers([observer]).for_rank()
+    made: RunSettings = unpack_call(part).args[0]
+    return made
 
 
 # ---- Which run ------------------------------------------------------------------------------------------------------
@@ -76,16 +84,6 @@ def test_run_id_is_the_pods_name_or_execution_and_task(
     assert len(wandb_observer.run_id("f3a", "x" * 500)) <= 128
 
 
-def opened(run: RunSettings, inputs: Any) -> RunSettings:
-    """What rank 0 opens after the gang was placed."""
-    observer = WandbObserver(run)
-    To(observer).begins(Training(name="train", id="train-f3a", inputs=inputs))
-    To(observer).placed(shape_of(node()))
-    [part] = Observers([observer]).for_rank()
-    made: RunSettings = unpack_call(part).args[0]
-    return made
-
-
 GANG = {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []}
 
 
@@ -96,8 +94,8 @@ def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
         second: float
 
     inputs = {"file": FlyteFile("s3://b/names.csv"), "rates": Rates(0.5, 0.25), "names": ["a"] * 21, "few": [1, 2]}
-    run = settings(Wandb(project="names", config={"first": 1, "team": "a"}))
-    made = opened(run, of_task("train", "f3a", inputs).inputs)
+    wandb = Wandb(project="names", config={"first": 1, "team": "a"})
+    made = settings(wandb, training=of_task("train", "f3a", inputs))
     assert made.wandb.config == {
         "file": "s3://b/names.csv",
         "first": 1,
@@ -109,75 +107,19 @@ def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
     }
 
 
-# ---- Many runs
-
-
-def runs_of(wandb: Wandb, experiments: list[Any], execution: str | None = "f3a") -> list[RunSettings]:
-    shared = wandb_observer.sweep_settings(wandb, function="outer.<locals>.train", execution=execution)
-    runs = [
-        wandb_observer.model_settings(shared, index=index, key=f"train-0123456789ab-{index + 1}")
-        for index in range(len(experiments))
+@pytest.mark.parametrize(("group", "expected"), [(None, "train-f3a"), ("ours", "ours")])
+def test_models_of_a_sweep_have_a_run_each_in_one_group(group: str | None, expected: str) -> None:
+    models = [of_model(settings, "train-f3a", index, {"lr": index}) for index in range(2)]
+    runs = [settings(Wandb(project="names", name="mine", group=group), training=model).wandb for model in models]
+    assert [(run.id, run.name, run.group, run.config["lr"]) for run in runs] == [
+        (f"train-f3a-{index}", f"mine-{index}", expected, index) for index in range(2)
     ]
-    return [opened(run, plain_inputs(inputs_of(experiment))) for run, experiment in zip(runs, experiments, strict=True)]
-
-
-@pytest.mark.parametrize("execution", [None, "local"])
-def test_local_sweeps_have_groups_and_ids_of_their_own(execution: str | None) -> None:
-    first, second = (runs_of(Wandb(project="names", name="mine"), [1], execution)[0] for _ in range(2))
-    assert first.wandb.group != second.wandb.group
-    assert first.wandb.id != second.wandb.id
-    assert (first.wandb.group or "").startswith("mine-")
-    assert (runs_of(Wandb(project="names"), [1], execution)[0].wandb.group or "").startswith("train-")
-    assert first.wandb.name == "mine-0"
-
-
-def test_a_group_that_is_given_wins_and_an_id_is_refused() -> None:
-    assert runs_of(Wandb(project="names", group="ours"), [1])[0].wandb.group == "ours"
-    with pytest.raises(ValueError, match=r"Wandb\(id='mine'\): must be left out for many models"):
-        runs_of(Wandb(project="names", id="mine"), [1])
 
 
 # ---- Which key ------------------------------------------------------------------------------------------------------
 
 
-MINE, OTHERS = "a" * 40, "b" * 40
-CLOUD, FORGE, COMPANY = "api.wandb.ai", "api.forge.coreweave.com", "wandb.example:8080"
-
-
-def log_in(home: Path, **keys: str) -> None:
-    """Store keys as `wandb login` does."""
-    stored = "".join(f"machine {host}\n  login user\n  password {key}\n" for host, key in keys.items())
-    (home / ".netrc").write_text(stored)
-    (home / ".netrc").chmod(0o600)
-
-
-def wandbs_settings(folder: Path, **given: str) -> None:
-    """Write the file that `wandb login --host`, `wandb offline` and `wandb disabled` write."""
-    folder.mkdir(parents=True)
-    (folder / "settings").write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in given.items()))
-
-
-@pytest.mark.parametrize(
-    ("keys", "named", "server", "key"),
-    [
-        ({CLOUD: MINE, COMPANY: OTHERS}, {}, CLOUD, MINE),
-        ({FORGE: MINE}, {}, FORGE, MINE),
-        ({CLOUD: OTHERS, COMPANY: MINE}, {"base_url": f"https://{COMPANY}"}, COMPANY, MINE),
-    ],
-)
-def test_the_stored_key_travels_with_its_server(
-    home: Path, keys: dict[str, str], named: dict[str, str], server: str, key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log_in(home, **keys)
-    wandbs_settings(home / ".config" / "wandb", **named)
-    assert settings().variables == {"WANDB_BASE_URL": f"https://{server}", "WANDB_API_KEY": key}
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_server_without_a_stored_key_gets_no_other_servers_key(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log_in(home, **{CLOUD: MINE})
-    monkeypatch.setenv("WANDB_BASE_URL", f"https://{COMPANY}")
-    assert settings().variables == {"WANDB_BASE_URL": f"https://{COMPANY}", "WANDB_MODE": "offline"}
+MINE = "a" * 40
 
 
 def test_key_from_a_flyte_secret_goes_before_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,24 +136,13 @@ def test_named_secret_that_is_not_there_is_an_error_that_names_it() -> None:
         settings(Wandb(project="names", secret=Secret(group="wandb", key="api_key")))
 
 
-@pytest.mark.parametrize(
-    ("stored", "variables", "mode"),
-    [
-        ({"mode": "disabled"}, {}, "disabled"),  # `wandb disabled`
-        ({}, {"WANDB_MODE": "dryrun"}, "dryrun"),
-        ({"mode": "offline"}, {"WANDB_MODE": "online"}, "online"),
-        ({}, {"WANDB_IDENTITY_TOKEN_FILE": "token"}, None),  # stands for a key
-    ],
-)
-def test_mode_is_wandbs_own_where_the_user_gave_none(
-    home: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, str], variables: dict[str, str], mode: str | None
-) -> None:
-    wandbs_settings(home / "wandb", **stored)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert settings().variables == {**({} if mode is None else {"WANDB_MODE": mode}), **variables}
-    secret = Secret(group="wandb", key="not_there")  # is not needed
-    assert settings(Wandb(project="names", mode="offline", secret=secret)).variables["WANDB_MODE"] == "offline"
+def test_a_run_offline_needs_no_key_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", MINE)
+    secret = Secret(group="wandb", key="not_there")
+    made = settings(Wandb(project="names", mode="offline", secret=secret))
+    assert made.variables == {"WANDB_MODE": "offline"}
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert settings(Wandb(project="names", secret=secret)).variables == {"WANDB_MODE": "dryrun"}
 
 
 # ---- Real runs ------------------------------------------------------------------------------------------------------
@@ -251,8 +182,8 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
     run = settings(Wandb(project="names", mode="offline", dir=str(tmp_path)), execution="local")
     tracker = RankRun(run)
-    tracker.on_log(record(0, loss=3.0))  # before the run is open
     tracker.on_begin()
+    tracker.on_log(record(0, loss=3.0))
     tracker.on_log(record(1, loss=2.0, weights=Histogram.of([0.0, 1.0]), two=Picture.of([[0, 255]], caption="two")))
     tracker.on_goodput(Goodput(total=10.0, stepping=8.0, lost=2.0))
     tracker.on_end(0, "others were better")
@@ -267,7 +198,7 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     shown = {part: row[f"two.{part}"] for part in ("_type", "width", "height", "caption")}
     assert shown == {"_type": "image-file", "width": 2, "height": 1, "caption": "two"}
     assert found["notes"] == "https://flyte.example/f3a"
-    observer = WandbObserver(run)
+    observer = WandbObserver(run.wandb, {}, None)
     To(observer).wrote(1, [f"{RUN_IS}another rank's"])
     assert observer.places() == {}
     To(observer).wrote(0, ["a line", *capsys.readouterr().err.splitlines()])
@@ -275,22 +206,17 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
 
 
 @pytest.mark.parametrize(
-    ("odd", "rows", "reason"),
-    [
-        ({"loss": 1.0, "odd": object()}, [0, 1, 2, 3], "not JSON serializable"),
-        ({"\ud800": 1.0}, [0, 3], "surrogates not allowed"),
-    ],
-    ids=["value", "name"],
+    ("odd", "reason"), [({"odd": object()}, "not JSON serializable"), ({"\ud800": 1.0}, "surrogates not allowed")]
 )
-def test_what_cannot_be_shown_costs_one_notice_and_of_a_name_its_row_but_not_the_run(
-    odd: dict[str, Any], rows: list[int], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_shown_costs_one_notice_and_its_row_but_not_the_run(
+    odd: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = RankRun(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     for step in range(4):
         tracker.on_log(record(step, **odd if step in (1, 2) else {"loss": 1.0}))
     tracker.on_end(1)
     run = run_in(tmp_path)
-    assert [(row["step"], row["loss"]) for row in run["history"]] == [(step, 1.0) for step in rows]
+    assert [(row["step"], row["loss"]) for row in run["history"]] == [(0, 1.0), (3, 1.0)]
     assert run["exit_code"] == 1
     assert capsys.readouterr().err.count(reason) == 1
 
@@ -328,20 +254,19 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_users_init_joins_the_run_which_is_there_when_the_function_begins(tmp_path: Path) -> None:
     import wandb
 
-    init = wandb.init
     wandb_of = Wandb(project="names", dir=str(tmp_path), tags=("ours",), config={"epochs": 3, "lr": 1.0})
     tracker = RankRun(settings(wandb_of))
     tracker.on_begin()
     assert wandb.run is not None
-    with wandb.init(project="others", config={"lr": 0.5, "depth": 2}, tags=["theirs"]) as joined:
+    with wandb.init(project="others", tags=["theirs"]) as joined:
         assert joined is wandb.run
+        joined.config.update({"lr": 0.5, "depth": 2}, allow_val_change=True)
         joined.log({"own": 1.0})
         tracker.on_log(record(1, loss=2.0))
     tracker.on_end(0)
-    assert wandb.init is init
     run = run_in(tmp_path)
     assert (run["runs"] > 0, run["id"], run["tags"]) == (True, "f3a-train", ["ours"])
-    assert run["config"] == {"epochs": 3, "lr": 0.5, "depth": 2}
+    assert run["config"] == {"epochs": 3, "lr": 0.5, "depth": 2, "gang": GANG}
     own, ours = rows_of(tmp_path)
     assert own["own"] == 1.0
     assert ours == {"step": 1, "loss": 2.0}
@@ -402,36 +327,53 @@ def server() -> Iterator[Any]:
         server.shutdown()
 
 
-def test_the_drivers_login_reaches_rank_0_on_another_machine_and_its_own_server_alone(
-    home: Path, tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+def test_the_drivers_key_and_server_reach_rank_0_on_another_machine(
+    tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.grants = False
-    host = f"127.0.0.1:{server.server_port}"
-    wandbs_settings(home / ".config" / "wandb", base_url=f"http://{host}")
-    log_in(home, **{CLOUD: MINE, host: OTHERS})
-    monkeypatch.setenv("WANDB_TAGS", "a,b")
-    of_driver = settings(Wandb(project="names", dir=str(tmp_path)))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_TAGS")
-    tracker = RankRun(of_driver)
+    with monkeypatch.context() as of_driver:
+        of_driver.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        of_driver.setenv("WANDB_API_KEY", MINE)
+        of_driver.setenv("WANDB_TAGS", "a,b")
+        made = settings(Wandb(project="names", dir=str(tmp_path)))
+    assert "WANDB_API_KEY" not in os.environ
+    tracker = RankRun(made)
     tracker.on_begin()
     tracker.on_log(record(1, loss=0.0))
     tracker.on_end(0)
-    assert server.keys == {OTHERS}
+    assert server.keys == {MINE}
     assert rows_of(tmp_path) == [{"step": 1, "loss": 0.0}]  # offline, since it grants nothing
     assert run_in(tmp_path)["tags"] == ["a", "b"]
+
+
+def test_without_a_key_the_run_is_offline_with_one_line_and_a_stored_key_is_found(
+    home: Path, tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    without_key = RankRun(settings(Wandb(project="names", dir=str(tmp_path))))
+    without_key.on_begin()
+    without_key.on_end(0)
+    assert capsys.readouterr().err.count("no API key found") == 1
+    assert run_in(tmp_path)["exit_code"] == 0
+    assert server.keys == set()
+    stored = f"machine 127.0.0.1:{server.server_port}\n  login user\n  password {MINE}\n"
+    (home / ".netrc").write_text(stored)
+    (home / ".netrc").chmod(0o600)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with_key = RankRun(settings())
+    with_key.on_begin()
+    with_key.on_end(0)
+    assert server.keys == {MINE}
+    assert "no API key found" not in capsys.readouterr().err
 
 
 @pytest.mark.timeout(120)
 def test_a_server_that_has_gone_costs_a_line_and_not_more_time_than_promised(
     server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import wandb
-
-    init = wandb.init
     monkeypatch.setenv("WANDB_BASE_URL", url := f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", MINE)
-    monkeypatch.setattr(wandb_run, "CLOSE_TIMEOUT", 10.0)
+    monkeypatch.setattr(wandb_run, "FINISH_TIMEOUT", 5.0)
     tracker = RankRun(settings(Wandb(project="names")))
     tracker.on_begin()
     server.shutdown()
@@ -441,4 +383,3 @@ def test_a_server_that_has_gone_costs_a_line_and_not_more_time_than_promised(
     said = capsys.readouterr().err
     assert f"{RUN_IS}{url}/team/names/runs/f3a-train" in said
     assert "Records may be missing: `wandb sync` sends those" in said
-    assert wandb.init is init  # the user's own again

@@ -290,6 +290,7 @@ def map(  # noqa: A001
             problems, client, pytorch_function, experiments, models_per_worker, settings, storage, name, run
         )
     problems.unless(models_per_worker is None, "models_per_worker", "left out without a data frame's groupby")
+    problems.unless(getattr(wandb, "id", None) is None, "wandb", "without an id, since each model has a run of its own")
     problems.raise_any()
     from flytekitplugins.daskpytorch.sweep.models import train_all
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage

@@ -1,4 +1,4 @@
-"""Weights & Biases run, opened and fed in rank 0. The user's own wandb calls in rank 0 join this run.
+"""Weights & Biases run, opened and fed in rank 0.
 
 Apart from the driver's file, since rank 0 would import the driver's `RunState` and pages: 47 modules, 64 ms.
 """
@@ -6,12 +6,9 @@ Apart from the driver's file, since rank 0 would import the driver's `RunState` 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 import os
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +25,8 @@ if TYPE_CHECKING:
 LABEL = "Weights & Biases"
 RUN_IS = f"{LABEL} run: "
 
+MODE = "WANDB_MODE"
+KEYLESS = ("offline", "dryrun", "disabled")
 OFFLINE = (
     "The run is recorded offline, for `wandb sync`. In a pod, the run is lost with the pod, unless Wandb(dir=...) is a "
     "folder on a volume."
@@ -37,7 +36,7 @@ INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Seconds for wandb's server when a run is opened. The run is then recorded offline."""
 OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
 """Seconds that rank 0's function waits until wandb is imported and the run is open."""
-CLOSE_TIMEOUT = 60.0
+FINISH_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,32 +46,34 @@ class RunSettings:
 
 
 class RankRun(RankObserver):
-    """Opens a Weights & Biases run in a thread of rank 0. wandb's own queue takes the records.
+    """Opens a Weights & Biases run in a thread of rank 0, beside the gang's start. wandb's own queue takes the records.
 
-    Only `on_begin` and `on_end` wait for wandb.
+    The user's `wandb.init()` returns this run, since `reinit` is `return_previous`.
     """
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
-        self._waiting: deque[LogRecord] = deque(maxlen=10_000)
         self._histograms: dict[str, Histogram] = {}
         self._has_lost = False
         self._opening = in_thread(self._open, "daskpytorch-wandb")
 
     def on_begin(self) -> None:
         """Wait until the run is open, so that the user's function finds the run in `wandb.run`."""
-        try:
-            self._opening.result(OPEN_TIMEOUT)
-        except TimeoutError:
-            say(f"{LABEL}: the run is not open after {OPEN_TIMEOUT:g} s. The training begins, and its records wait.")
+        self._opening.result(OPEN_TIMEOUT)
 
     def on_log(self, record: LogRecord) -> None:
-        if self._histograms:
-            record = dataclasses.replace(record, metrics={**record.metrics, **self._histograms})
-            self._histograms = {}
-        self._waiting.append(record)
-        if self._opening.done():
-            self._log_waiting()
+        metrics = {**record.metrics, **self._histograms}
+        self._histograms = {}
+        try:
+            shown = {name: _shown(value) for name, value in metrics.items()}
+            self._opening.result().log({"step": record.step, **shown})
+        except Exception as error:  # also after the user's `wandb.finish()`
+            if not self._has_lost:
+                self._has_lost = True
+                say(
+                    f"{LABEL} refused the record of step {record.step} ({type(error).__name__}: {error}). The run has "
+                    "no refused records, and nothing after wandb.finish()."
+                )
 
     def on_watch(self, model: torch.nn.Module, log_freq: int) -> None:
         """Take histograms of the model's gradients before every `log_freq`-th step of its optimizer.
@@ -95,85 +96,68 @@ class RankRun(RankObserver):
         register_optimizer_step_pre_hook(look)
 
     def on_goodput(self, goodput: Goodput) -> None:
-        if self._opening.done() and _is_open(run := self._opening.result()):
+        if _is_open(run := self._opening.result()):
             run.summary["goodput"] = {"share": goodput.share, **goodput.as_dict(), **goodput.bill}
 
     def on_end(self, exit_code: int, stopped_early: str | None = None) -> None:
         try:
-            in_thread(functools.partial(self._end, exit_code, stopped_early), "daskpytorch-wandb").result(CLOSE_TIMEOUT)
+            if _is_open(run := self._opening.result(OPEN_TIMEOUT)):
+                if stopped_early is not None:
+                    run.summary["stopped_early"] = stopped_early
+                run.finish(exit_code)
         except Exception as error:  # a TimeoutError, if the server does not answer
             say(f"{LABEL}: {error!r}. Records may be missing: `wandb sync` sends those in rank 0's folder wandb.")
+        _tear_down(exit_code)  # `finish` may return before the run's file is complete
 
-    def _log_waiting(self) -> None:
-        run = self._opening.result()
-        while self._waiting:
-            record = self._waiting.popleft()
-            try:
-                run.log({"step": record.step, **{name: _shown(value) for name, value in record.metrics.items()}})
-            except Exception as error:  # also after the user's `wandb.finish()`
-                if not self._has_lost:
-                    self._has_lost = True
-                    say(
-                        f"{LABEL} refused the record of step {record.step} ({type(error).__name__}: {error}). The "
-                        "run has only the numbers of refused records, and nothing after wandb.finish()."
-                    )
-                with contextlib.suppress(Exception):  # a metric's name may be the problem
-                    run.log({"step": record.step, **record.numbers})
-
-    # ---- in threads
+    # ---- in a thread
 
     def _open(self) -> Any:
         import wandb
 
         os.environ.update(self._settings.variables)  # also for the user's own `wandb.Api()`
+        common = self._common_settings()
+        if common.mode not in KEYLESS and not wandb.login(prompt=False, verify=False):
+            say(f"{LABEL}: no API key found. Call `wandb login`, or name a Flyte secret: Wandb(secret=...). {OFFLINE}")
+            common.mode = "offline"
         try:
             run = self._init()
         except Exception as error:
             say(f"{LABEL}: {error!r}. {OFFLINE}")
             _tear_down(0)
-            os.environ["WANDB_MODE"] = "offline"
+            os.environ[MODE] = "offline"
+            self._common_settings()
             run = self._init()
         run.define_metric("*", step_metric="step")
         if not run.disabled:
             where = f"wandb sync {run.settings.sync_dir}" if run.offline else run.url
             print(f"{RUN_IS}{where}", file=Screen(), flush=True)
-        self._wandb_init = wandb.init
-        wandb.init = functools.wraps(wandb.init)(functools.partial(_join, wandb.init, run))
         return run
+
+    def _common_settings(self) -> Any:
+        """Set what also holds for the user's own calls of wandb in this process, and return wandb's settings."""
+        import wandb
+
+        limits = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT, "finish_timeout_raises": True}
+        common = wandb.Settings(silent=True, console="off", reinit="return_previous", **limits)
+        return wandb.setup(common).settings
 
     def _init(self) -> Any:
         import wandb
 
         asked = self._settings.wandb
-        settings: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": INIT_TIMEOUT}
-        if hasattr(wandb.Settings(), "finish_timeout"):  # else the exit function of wandb may wait for minutes
-            settings |= {"finish_timeout": CLOSE_TIMEOUT / 2, "finish_timeout_raises": True}
         return wandb.init(
             **{name: getattr(asked, name) for name in ("project", "entity", "id", "name", "group", "dir")},
             tags=list(asked.tags) or None,
             config=dict(asked.config),
             resume="allow",
-            settings=wandb.Settings(**settings),
         )
-
-    def _end(self, exit_code: int, stopped_early: str | None) -> None:
-        import wandb
-
-        run = self._opening.result()
-        wandb.init = self._wandb_init  # the process may go on, as in debug mode
-        self._log_waiting()
-        if _is_open(run):
-            if stopped_early is not None:
-                run.summary["stopped_early"] = stopped_early
-            run.finish(exit_code)
-        _tear_down(exit_code)  # `finish` may return before the run's file is complete
 
 
 def _tear_down(exit_code: int) -> None:
-    """End wandb's own process. If that fails, wandb calls `sys.exit`, which must not end the rank."""
+    """End wandb's own process. If that fails, wandb raises an error or calls `sys.exit`. Neither may end the rank."""
     import wandb
 
-    with contextlib.suppress(SystemExit):
+    with contextlib.suppress(Exception, SystemExit):
         wandb.teardown(exit_code)
 
 
@@ -181,14 +165,6 @@ def _is_open(run: Any) -> bool:
     import wandb
 
     return wandb.run is run
-
-
-def _join(init: Callable[..., Any], run: Any, *args: Any, **given: Any) -> Any:
-    """Stand in for `wandb.init`, which would ask for a key, and return the open run without this call's `config`."""
-    if not _is_open(run) or given.get("reinit") in (True, "finish_previous", "create_new"):
-        return init(*args, **given)
-    run.config.update(given.get("config") or {}, allow_val_change=True)
-    return run
 
 
 def _shown(value: Any) -> Any:

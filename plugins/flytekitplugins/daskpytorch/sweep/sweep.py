@@ -29,7 +29,6 @@ from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState, View, watched
 from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.display.training import count, inputs_of
-from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, request_for
@@ -38,7 +37,7 @@ from flytekitplugins.daskpytorch.errors import GangStartError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.code import Code, pack_code
-from flytekitplugins.daskpytorch.protocol.function import name_of, pack_call
+from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.journal import End
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -62,16 +61,15 @@ class Sweep:
     execution: Execution = field(default_factory=current_execution)
     """Execution of the thread that calls `dispatch.map`. Other threads may have none."""
     code: Code = field(default_factory=pack_code)
-    runs: RunSettings | None = field(init=False)
+    variables: Mapping[str, str] = field(init=False, repr=False)
+    """For the Weights & Biases runs."""
     rungs: Rungs | None = field(init=False)
 
     def __post_init__(self) -> None:
         num_models = len(self.experiments)
         self.rungs = Rungs(self.stop_early, num_models) if self.stop_early is not None else None
         self.board = SweepDisplay(num_models, is_quiet=is_notebook())
-        name, execution = name_of(self.function), self.execution.name
-        wandb = self.wandb
-        self.runs = None if wandb is None else wandb_run.sweep_settings(wandb, function=name, execution=execution)
+        self.variables = {} if self.wandb is None else wandb_run.variables_of(self.wandb)
         self.settings = replace(self.settings, ranks_per_worker=self.cluster.ranks_per_worker(self.settings))
 
     def model(self, index: int, num_workers: int, kept: KeptModel | None) -> Model:
@@ -122,9 +120,8 @@ class Sweep:
             self.function, (model.experiment,), {}, settings, code=self.code, execution=self.execution
         )
         observers = [*request.observers]
-        if self.runs is not None:
-            run = wandb_run.model_settings(self.runs, index=model.index, key=key)
-            observers.append(wandb_run.WandbObserver(run))
+        if self.wandb is not None:
+            observers.append(wandb_run.WandbObserver(self.wandb, self.variables, self.execution.name))
         about = training.of_model(self.function, self._group, model.index, model.experiment)
         return replace(request, key=key, storage=paths, observers=observers, training=about)
 

@@ -237,8 +237,8 @@ class InRanks:
         config = self.task_config
         observers = [make() for make in config.gang.observers]
         if config.wandb is not None:
-            run = wandb_run.begin(config.wandb, task=self.name, execution=current_execution().name)
-            observers.append(wandb_run.WandbObserver(run))
+            variables = wandb_run.variables_of(config.wandb)
+            observers.append(wandb_run.WandbObserver(config.wandb, variables, current_execution().name))
         return observers
 
 
