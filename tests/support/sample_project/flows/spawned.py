@@ -114,7 +114,7 @@ def joins() -> bool:
     import wandb
 
     opened = wandb.run
-    return opened is not None and wandb.init(project="tests", config={"depth": 2}) is opened
+    return opened is not None and wandb.init(project="tests") is opened
 
 
 @task(task_config=SpawnDDP(nproc=2))
