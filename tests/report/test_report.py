@@ -31,7 +31,7 @@ def every_piece(name: str) -> list[str]:
         report.shares({name: 1.0}, unit=name),
         report.timeline([report.Span(start=0, end=1, text=name)], [report.Event(time=0, text=name, detail=name)]),
         report.card(name, report.text(name)),
-        report.details(name, report.text(name, quiet=True)),
+        report.text(name, quiet=True),
         report.section(name, report.grid(report.text(name)), note=name),
     ]
 
@@ -106,7 +106,6 @@ def test_a_chart_says_in_words_what_it_draws() -> None:
     parts = Parts(chart)
     [plot] = [attributes for _, attributes in parts.elements if attributes.get("class") == "dpt-plot"]
     assert (plot["role"], plot["aria-label"]) == ("img", "loss by step")
-    assert rows_of(chart)[1:] == [["0", "2.5", ""], ["10", "0.25", "1"], ["20", "0.5", ""]]
     assert "┆ started again at step 10" in chart
     assert chart_data(chart)[0]["lines"][0]["best"] == [10, 0.25]
 

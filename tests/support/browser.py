@@ -27,7 +27,6 @@ window.addEventListener("load", () => setTimeout(() => {
       num_charts: charts.length,
       num_drawn: charts.filter(chart => [...chart.querySelectorAll("canvas")].some(hasInk)).length,
       labels: charts.map(chart => chart.querySelector("[role=img]").getAttribute("aria-label")),
-      num_tables: charts.filter(chart => chart.querySelector("details table")).length,
       requests: inner.performance.getEntriesByType("resource").map(entry => entry.name),
       legend: legend(),
     };
@@ -94,7 +93,6 @@ class Inspected:
     """Charts that are not blank."""
     labels: list[str]
     """What a screen reader says of each chart."""
-    num_tables: int
     """Charts with a table beside them."""
     requests: list[str]
     """What it has tried to load."""

@@ -63,7 +63,7 @@ def test_its_futures_have_what_was_logged_and_kept_and_write_the_page(kept: Path
     page = futures.report(tmp_path / "page.html").read_text()
     assert page.startswith("<!doctype html>")
     assert page.count('class="dpt dpt-page"') == 1
-    for text in ("done", "Metrics", "best 0.2 at step 1", str(newest.place)):
+    for text in ("done", "Metrics", "best 0.2 at 1", str(newest.place)):
         assert text in page
     with pytest.raises(OSError, match="missing"):
         futures.report(tmp_path / "missing" / "page.html")

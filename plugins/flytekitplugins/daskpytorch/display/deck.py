@@ -16,18 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES, Chart
+from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, seconds_left
 from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, SavedCheckpoint
-from flytekitplugins.daskpytorch.report.chart import best_of
-from flytekitplugins.daskpytorch.report.pieces import brief
 
 TITLE = "Training"
 MAX_FIGURES = 6
-NUM_OPEN = 8
-"""Further charts unfold at a click."""
 MAX_PAGE_POINTS = 24_000
 """Points of all charts together. Each adds 17 bytes to the page."""
 MAX_SHOWN_RANKS = 1_000
@@ -49,7 +45,6 @@ def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
         *_how_it_goes(run),
         *_metrics(run),
         *_time_and_machines(run),
-        *([report.section("Hints", report.card("", *map(report.text, run.hints)))] if run.hints else []),
         report.section("What happened", report.timeline(run.history.spans(run.now), run.history.events)),
         *_with_what(run),
         *_where(run.checkpoints, places),
@@ -105,19 +100,11 @@ def _bill(bill: Mapping[str, float]) -> dict[str, object]:
 def _newest(run: RunState) -> dict[str, object]:
     found: dict[str, object] = {}
     newest = run.values.numbers
-    best = {name: _best_of(chart, name) for chart in run.charts for name in chart.best}
     for name in (name for chart in run.charts for name in chart.curves):
         if name in newest and len(found) < MAX_FIGURES:
-            found[name.replace("_", " ")] = (newest[name], best.get(name, ""))
+            found[name.replace("_", " ")] = newest[name]
     spoilt = {name.replace("_", " "): value for name, value in newest.items() if not math.isfinite(value)}
     return spoilt | found
-
-
-def _best_of(chart: Chart, name: str) -> str:
-    if len(points := chart.curves[name]) < 2:
-        return ""
-    x, y = best_of(points, chart.best[name])
-    return f"best {brief(y)} at step {brief(x)}"
 
 
 def _metrics(run: RunState) -> Iterable[str]:
@@ -129,9 +116,7 @@ def _metrics(run: RunState) -> Iterable[str]:
         report.line_chart(chart.title, chart.curves, "step", best=chart.best, marks=marks, max_points=budget)
         for chart in run.charts
     ]
-    pieces = [report.grid(*drawn[:NUM_OPEN])]
-    if more := drawn[NUM_OPEN:]:
-        pieces.append(report.details(f"{len(more)} more charts", report.grid(*more)))
+    pieces = [report.grid(*drawn)]
     if run.metrics.is_crowded:
         pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
     yield report.section("Metrics", *pieces)

@@ -33,20 +33,21 @@ class Chart:
 @dataclass
 class Metrics:
     is_crowded: bool = False
-    _step: float = -math.inf
+    _by_step: set[str] = field(default_factory=set)
+    """Names that were in a record without held-out metrics."""
     _curves: dict[str, Curve] = field(default_factory=dict)
 
-    def take(self, step: int, numbers: Mapping[str, float], *, is_evaluation: bool = False) -> None:
+    def take(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add a record's metrics, except values that cannot be drawn, such as NaN.
 
-        Beside held-out metrics, other values sum up an epoch if the step has had its record before, and are left out.
+        Beside held-out metrics, values of metrics that steps log sum up an epoch, and are left out.
         """
         sums_up = any(map(is_held_out, numbers))
-        is_new = not is_evaluation and step > self._step
-        self._step = step if is_new else self._step
+        if not sums_up:
+            self._by_step |= numbers.keys()
         for name, value in numbers.items():
             is_drawn = name not in UNCHARTED and abs(value) <= MAX_VALUE
-            if is_drawn and (not sums_up or is_new or is_held_out(name)):
+            if is_drawn and not (sums_up and name in self._by_step and not is_held_out(name)):
                 self._add(name, (float(step), value))
 
     def _add(self, name: str, point: Point) -> None:
@@ -58,7 +59,6 @@ class Metrics:
     def cut(self, step: int | None) -> None:
         """Remove the points after `step`, which a restarted gang will log again. None removes all points."""
         last = -math.inf if step is None else step
-        self._step = min(self._step, last)
         for name, curve in list(self._curves.items()):
             curve.cut(last)
             if not curve.points:

@@ -128,7 +128,6 @@ class RunState(Observer):
     checkpoint: tuple[int, float] | None = None
     restarts: list[tuple[int, str]] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
-    hints: list[str] = field(default_factory=list)
     end: End | None = None
     num_changes: int = 0
 
@@ -243,7 +242,7 @@ class RunState(Observer):
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
         self.values.add(record)
-        self.metrics.take(record.step, numbers, is_evaluation=record.is_evaluation)
+        self.metrics.take(record.step, numbers)
         if not record.is_evaluation:
             self.rate.add(record.time, record.step)
         for name, value in numbers.items():
@@ -314,8 +313,6 @@ class RunState(Observer):
             self.restarts and words.startswith(self.restarts[-1][1])
         ):
             return
-        if event.is_hint:
-            self.hints.append(words)
         self.history.tell(event, words)
 
     @_fold.register

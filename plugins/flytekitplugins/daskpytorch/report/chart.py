@@ -1,6 +1,6 @@
 """Line charts over steps, epochs or seconds, curves with a bounded number of points, and timelines with events.
 
-uPlot draws the charts in the reader's browser. Each chart has a table, too.
+uPlot draws the charts in the reader's browser.
 """
 
 import json
@@ -16,7 +16,6 @@ from flytekitplugins.daskpytorch.report.pieces import (
     Tone,
     cells_table,
     element,
-    folded,
     name_of,
     text_of,
     whole,
@@ -25,8 +24,6 @@ from flytekitplugins.daskpytorch.report.pieces import (
 __all__ = ["Curve", "Event", "Span", "duration", "line_chart", "timeline"]
 
 MAX_VALUE = 1e200
-NUM_ROWS = 12
-"""Evenly spread rows in the table below a chart. Short lines may add as many."""
 WIDE_RANGE = 100.0
 """Largest to smallest value, above which a chart first has a logarithmic axis."""
 MAX_MARKS = 100
@@ -52,7 +49,7 @@ def line_chart(
     from_zero: bool = False,
     max_points: int | None = None,
 ) -> str:
-    """Return a line chart as HTML, with newest and best values, and a table for screen readers.
+    """Return a line chart as HTML, with newest and best values.
 
     In the browser, readers see values under the pointer, and hide lines by a click on their names. A marked part is
     enlarged until a double click. If all values are positive, readers can choose a logarithmic scale. A chart begins
@@ -105,7 +102,6 @@ def line_chart(
         )
         + element("div", "", "dpt-plot", role="img", tabindex=0, aria_label=f"{name_of(title)} by {x_label}")
         + (element("p", f"┆ {text_of(marked)}", "dpt-soft dpt-text") if marks else "")
-        + folded(f"Values by {x_label}", _values(drawn, x_label))
         + f'<script type="application/json">{_json(data)}</script>'
     )
     return whole(element("figure", content, "dpt-card dpt-chart"))
@@ -126,21 +122,6 @@ def _legend(index: int, name: str, points: Points, best: tuple[float, float] | N
     newest = text_of(points[-1][1]) if points else "no values"
     remark = f" best {text_of(best[1])} at {text_of(best[0])}" if best is not None else ""
     return element("li", f"{button}<b>{newest}</b>{remark}", style=f"--c:var(--c{index % NUM_COLOURS})")
-
-
-def _values(curves: Mapping[str, Points], x_label: str) -> str:
-    by_x = {name: dict(points) for name, points in curves.items()}
-    every = sorted({x for points in by_x.values() for x in points})
-    rare = sorted({x for points in by_x.values() if len(points) <= NUM_ROWS for x in points})
-    chosen = sorted({*_spread(rare), *_spread(every)})  # short lines appear whole
-    rows = [[text_of(x), *(text_of(values[x]) if x in values else "" for values in by_x.values())] for x in chosen]
-    return cells_table([text_of(x_label), *(text_of(name_of(name)) for name in curves)], rows)
-
-
-def _spread(values: Sequence[float]) -> list[float]:
-    if len(values) <= NUM_ROWS:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (NUM_ROWS - 1))] for i in range(NUM_ROWS)]
 
 
 def _short(value: float) -> float | int:

@@ -18,7 +18,6 @@ __all__ = [
     "Tone",
     "alert",
     "card",
-    "details",
     "document",
     "figures",
     "grid",
@@ -154,16 +153,6 @@ def card(title: str, *pieces: str) -> str:
     return whole(element("div", heading + _bare(*pieces), "dpt-card dpt-stack"))
 
 
-def details(summary: str, *pieces: str) -> str:
-    """Return pieces that open when the reader clicks on the summary.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch import report
-        >>> html = report.details("All hyper-parameters", report.table(("name", "value"), [("lr", 0.1)]))
-    """
-    return whole(folded(summary, *pieces))
-
-
 def text(words: object, *, quiet: bool = False) -> str:
     """Return a paragraph. With `quiet`, the letters are small and grey.
 
@@ -277,10 +266,6 @@ def shares(values: Mapping[str, float], *, unit: str = "") -> str:
         bar += element("span", style=f"{colour};width:{100 * part / total:.2f}%")
         legend += element("li", f"{text_of(name)} <b>{part / total:.0%}</b> {brief(part)}{behind}", style=colour)
     return whole(element("div", bar, "dpt-shares", aria_hidden="true") + element("ul", legend, "dpt-legend"))
-
-
-def folded(summary: str, *pieces: str) -> str:
-    return element("details", element("summary", text_of(summary)) + _bare(*pieces), "dpt-more dpt-stack")
 
 
 def _bare(*pieces: str) -> str:

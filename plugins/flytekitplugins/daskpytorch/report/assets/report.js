@@ -1,5 +1,5 @@
-// Draws the charts of a page out of the numbers that stand in it, with uPlot. Without scripts each chart has its summary
-// and its table. Runs in the reader's browser; asks nothing of any server.
+// Draws the charts of a page out of the numbers that stand in it, with uPlot. Without scripts each chart has its
+// newest and best values. Runs in the reader's browser; asks nothing of any server.
 /* global uPlot */
 "use strict";
 
