@@ -47,7 +47,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from torch.utils.data import Subset
 
 from flytekitplugins.daskpytorch import DaskDDP, Gang, Wandb, current_rank, report
-from flytekitplugins.daskpytorch.data import RankBatches, S3ImageFolder
+from flytekitplugins.daskpytorch.data import RankLoader, S3ImageFolder
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from tasks import backbones, records, transfer
 from tasks.backbones import Classifier, Start
@@ -260,7 +260,7 @@ def _check_number(pictures: Pictures, hp: Hyperparameters) -> None:
     """Raise a `ValueError` if the ranks cannot share the pictures."""
     for kind, indices in zip(("to train on", "held out"), transfer.split(pictures, hp), strict=True):
         try:
-            RankBatches(indices, hp.batch_size, rank=0, world_size=NUM_RANKS)
+            RankLoader(indices, hp.batch_size, rank=0, world_size=NUM_RANKS)
         except ValueError as error:
             raise ValueError(f"the images {kind}: {error} (DOGS_WORKERS)") from error
 

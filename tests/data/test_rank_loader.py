@@ -119,6 +119,9 @@ def test_gangs_of_any_sizes_see_together_what_one_undisturbed_process_sees(
             assert items
             assert items == whole[num_seen : num_seen + len(items)]
             assert not drop_last or [len(share) for share in shares] == [attempt.batch_size] * attempt.world_size
+            sizes = [len(share) for share in shares]
+            assert max(sizes) - min(sizes) <= 1
+            assert min(sizes) or num_items - num_seen < attempt.world_size  # only a restart leaves so few
             num_seen += len(items)
             state = loaders[-1].state_dict()
 

@@ -1,12 +1,11 @@
-"""Splits share no equal items between training and test, and batches cover every item once."""
+"""Splits share no equal items between training and test, and a loader refuses impossible shares."""
 
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.data.rank_loader import RankBatches, split_by_class
+from flytekitplugins.daskpytorch.data.rank_loader import RankLoader, split_by_class
 
 LABELS = [index % 7 for index in range(1_000)]
 
@@ -59,52 +58,20 @@ def test_a_seed_is_a_whole_number(seed: Any) -> None:
     with pytest.raises(ValueError, match=r"seed=.*: must be a whole number of at most 63 bits"):
         split_by_class(LABELS, seed=seed)
     with pytest.raises(ValueError, match=r"seed=.*: must be a whole number of at most 63 bits"):
-        RankBatches([0, 1], 1, seed=seed, rank=0, world_size=1)
+        RankLoader([0, 1], 1, seed=seed, rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("sizes", [(1.5, 0, 1), ("2", 0, 1), (1, 0.0, 1), (1, 0, 1.0), (1, 0, 0), (True, 0, 1)])
-def test_numbers_of_batches_are_whole(sizes: tuple[Any, Any, Any]) -> None:
+def test_numbers_of_a_loader_are_whole(sizes: tuple[Any, Any, Any]) -> None:
     batch_size, rank, world_size = sizes
     with pytest.raises(ValueError, match="must be a whole number from"):
-        RankBatches([0, 1], batch_size, rank=rank, world_size=world_size)
-
-
-def batches(count: int, batch_size: int, world_size: int, epoch: int = 0, num_seen: int = 0) -> list[list[list[int]]]:
-    """Steps of ranks of indices."""
-    samplers = [RankBatches(range(count), batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for sampler in samplers:
-        sampler.set_epoch(epoch, num_seen)
-    assert len({len(sampler) for sampler in samplers}) == 1
-    steps = [list(step) for step in zip(*samplers, strict=True)]
-    assert [sum(map(len, step)) for step in steps] == [len(step) for step in samplers[0].steps]
-    return steps
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
-@pytest.mark.parametrize("count", [8, 9, 61, 127, 1_000])
-def test_everything_is_seen_once_in_even_steps(count: int, batch_size: int, world_size: int) -> None:
-    steps = batches(count, batch_size, world_size)
-    assert Counter(index for step in steps for share in step for index in share) == Counter(range(count))
-    sizes = [len(share) for step in steps for share in step]
-    assert min(sizes) >= 1
-    assert max(sizes) <= batch_size + 1
-    assert all(max(map(len, step)) - min(map(len, step)) <= 1 for step in steps)
-    assert max(sizes) - min(sizes) <= 2
-
-
-def test_epochs_differ_in_their_order() -> None:
-    assert batches(50, 10, 2, epoch=1) != batches(50, 10, 2, epoch=2)
-    sampler = RankBatches([5, 3, 8], 2, shuffle=False, rank=0, world_size=1)
-    assert list(sampler) == [[5, 3], [8]]
+        RankLoader([0, 1], batch_size, rank=rank, world_size=world_size)
 
 
 def test_impossible_shares_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"RankBatches\(batch_size=0\): .*; RankBatches\(world_size=0\): must be"):
-        RankBatches([0], 0, rank=2, world_size=0)
+    with pytest.raises(ValueError, match=r"RankLoader\(batch_size=0\): .*; RankLoader\(world_size=0\): must be"):
+        RankLoader([0], 0, rank=2, world_size=0)
     with pytest.raises(ValueError, match=r"\(rank=2\): must be a whole number from 0 and below"):
-        RankBatches([0], 1, rank=2, world_size=2)
+        RankLoader([0], 1, rank=2, world_size=2)
     with pytest.raises(ValueError, match="1 items cannot be shared by 2 ranks"):
-        RankBatches([0], 1, rank=1, world_size=2)
-    with pytest.raises(ValueError, match=r"num_seen=4\): must be a whole number from 0 to 3"):
-        RankBatches([0, 1, 2], 1, rank=0, world_size=2).set_epoch(0, 4)
+        RankLoader([0], 1, rank=1, world_size=2)

@@ -6,14 +6,13 @@ Runs in ranks, but `DaskPartitions` is made in the driver.
 from flytekitplugins.daskpytorch.data.bucket import ChangedError, DamagedTransferError
 from flytekitplugins.daskpytorch.data.image_folder import BrokenImageError, S3ImageFolder
 from flytekitplugins.daskpytorch.data.partitions import DaskPartitions, Share
-from flytekitplugins.daskpytorch.data.rank_loader import RankBatches, RankLoader, ReadAhead, split_by_class
+from flytekitplugins.daskpytorch.data.rank_loader import RankLoader, ReadAhead, split_by_class
 
 __all__ = [
     "BrokenImageError",
     "ChangedError",
     "DamagedTransferError",
     "DaskPartitions",
-    "RankBatches",
     "RankLoader",
     "ReadAhead",
     "S3ImageFolder",

@@ -114,126 +114,6 @@ def _hash(seed: int, content: str) -> bytes:
     return hashlib.sha256(f"{seed} {content}".encode()).digest()
 
 
-class RankBatches(Sampler[list[int]]):
-    """Batch sampler that gives each rank its batches. All ranks together see each index exactly once per epoch.
-
-    Use `DataLoader(batch_sampler=RankBatches(...))`, or a `RankLoader`, which also keeps the position for checkpoints.
-    All ranks take the same number of steps, and the sizes of their batches differ by one item at most. Unlike
-    `DistributedSampler`, `RankBatches` repeats or drops no item. Weight the loss, since DDP averages over ranks:
-    `loss * len(batch) * world_size / len(batches.steps[step])`, where `loss` is the mean of the rank's batch.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch import data
-        >>> of_ranks = [data.RankBatches(range(10), 3, shuffle=False, rank=rank, world_size=2) for rank in range(2)]
-        >>> list(of_ranks[0])
-        [[0, 1, 2], [5, 6, 7]]
-        >>> list(of_ranks[1])
-        [[3, 4], [8, 9]]
-    """
-
-    _owner = "RankBatches"
-
-    def __init__(
-        self,
-        indices: Sequence[int] | Tensor,
-        batch_size: int,
-        *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        """Divide the indices among the ranks.
-
-        Args:
-            indices: The indices of one epoch, the same on every rank.
-            batch_size: Maximum number of items of one rank per step, or one more if a rank would else have none.
-            shuffle: True: draw another order in every epoch. False: keep the given order.
-            drop_last: True: all batches have exactly `batch_size` items. The rest of an epoch's items is then left out.
-            seed: Seed of the orders, a whole number.
-            rank: None: the current rank.
-            world_size: None: the number of ranks in the current gang, or in another launcher's process group.
-
-        Raises:
-            ValueError: There are fewer indices than ranks, or, with `drop_last`, than one step takes. A number is out
-                of range.
-        """
-        self._indices = torch.as_tensor(indices, dtype=torch.int64)
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.seed = seed
-        own_rank, own_world_size = _place()
-        self.rank = own_rank if rank is None else rank
-        self.world_size = own_world_size if world_size is None else world_size
-        problems = Problems(self._owner, self, {"batch_size": COUNT, "seed": SEED, "world_size": COUNT})
-        problems.raise_any()
-        here = f"a whole number from 0 and below world_size={self.world_size}"
-        problems.check("rank", _whole(range(self.world_size), here))
-        problems.raise_any()
-        if (num_items := len(self._indices)) < self.world_size:
-            raise ValueError(
-                f"{num_items} items cannot be shared by {self.world_size} ranks, each of which needs one: give more "
-                "items, or use fewer ranks"
-            )
-        if drop_last and not self.num_steps(num_items):
-            raise ValueError(
-                f"drop_last=True leaves nothing: one step takes {batch_size * self.world_size} items, batch_size="
-                f"{batch_size} on each of {self.world_size} ranks, but there are {num_items}"
-            )
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int, num_seen: int = 0) -> None:
-        """Go to the beginning or the middle of an epoch: iteration then yields the rest of the epoch's batches.
-
-        Args:
-            epoch: The epoch, from 0 up. With the seed, the epoch determines the order of the items.
-            num_seen: The number of items of the epoch that all ranks together, also another number of ranks, have seen.
-                If fewer items than ranks are left, some ranks get an empty batch.
-
-        Raises:
-            ValueError: `epoch` is below 0, or `num_seen` is not from 0 to the number of items.
-        """
-        most = len(self._indices)
-        rules = {
-            "epoch": _whole(range(2**63), "a whole number from 0 up"),
-            "num_seen": _whole(range(most + 1), f"a whole number from 0 to {most}"),
-        }
-        Problems(self._owner, SimpleNamespace(epoch=epoch, num_seen=num_seen), rules).raise_any()
-        rest = self._order(epoch)[num_seen:]
-        num_steps = self.num_steps(len(rest))
-        if self.drop_last:
-            rest = rest[: num_steps * self.batch_size * self.world_size]
-        self.steps: Sequence[Tensor] = rest.tensor_split(num_steps) if num_steps else ()
-        """Indices of the items that all ranks together get, for each remaining step of the epoch."""
-
-    def num_steps(self, num_items: int) -> int:
-        """Return the number of steps in which all ranks together see `num_items` items."""
-        full, left = divmod(num_items, self.batch_size * self.world_size)
-        if self.drop_last:
-            return full
-        return min(full + bool(left), max(1, num_items // self.world_size))  # no rank goes without
-
-    def share_of(self, step: Tensor) -> Tensor:
-        """Return this rank's part of the indices that all ranks together get in a step."""
-        return step.tensor_split(self.world_size)[self.rank]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batch of indices for each remaining step of the epoch."""
-        for step in self.steps:
-            yield self.share_of(step).tolist()
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def _order(self, epoch: int) -> Tensor:
-        if not self.shuffle:
-            return self._indices
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        return self._indices[torch.randperm(len(self._indices), generator=generator)]
-
-
 def _place() -> tuple[int, int]:
     own = current_rank()
     if own.world_size == 1 and dist.is_available() and dist.is_initialized():
@@ -296,7 +176,7 @@ class RankLoader:
             drop_last: True: all batches have exactly `batch_size` items. The rest of an epoch's items is then left out.
             seed: Seed of the orders, and of the DataLoader workers' random numbers, which differ from rank to rank.
             rank: None: the current rank.
-            world_size: None: the number of ranks in the current gang.
+            world_size: None: the number of ranks in the current gang, or in another launcher's process group.
             options: Options of `DataLoader`, such as `num_workers`, `collate_fn` and `pin_memory`. Options that decide
                 on the order are refused.
 
@@ -306,6 +186,11 @@ class RankLoader:
         """
         if problems := _problems(dataset, options):
             raise ValueError("; ".join(problems))
+        own_rank, own_world_size = _place()
+        self._rank = own_rank if rank is None else rank
+        self._world_size = own_world_size if world_size is None else world_size
+        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
+        self.num_items = len(dataset)
         self.batch_size = batch_size
         """Maximum number of items of one rank per step."""
         self.epoch = 0
@@ -316,24 +201,33 @@ class RankLoader:
         """Indices of the items that all ranks together got in the last step: int64, one dimension."""
         self.share = self.global_batch
         """This rank's part of `global_batch`."""
-        self._batches = _BatchesOfRank(
-            torch.arange(len(dataset)),
-            batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-        )
-        self.num_items = len(dataset)
+        self._check()
         self._loop = object()
         self._generator = torch.Generator()  # else each epoch would draw from the global one, as dropout does
-        source, self._batches.numbers = numbers_in_whole(dataset)
-        reads_ahead = self._batches.numbers is not None
-        batches: Batches = self._batches
-        if reads_ahead:
-            batches = ReadAhead(batches, options.get("num_workers", 0))
+        source, numbers = numbers_in_whole(dataset)
+        self._batches = _BatchesOfRank(self._rank, self._world_size, numbers)
+        batches: Batches = self._batches if numbers is None else ReadAhead(self._batches, options.get("num_workers", 0))
         self._loader: DataLoader[Any] = DataLoader(source, batch_sampler=batches, generator=self._generator, **options)
+
+    def _check(self) -> None:
+        values = SimpleNamespace(
+            batch_size=self.batch_size, seed=self._seed, rank=self._rank, world_size=self._world_size
+        )
+        problems = Problems("RankLoader", values, {"batch_size": COUNT, "seed": SEED, "world_size": COUNT})
+        problems.raise_any()
+        here = f"a whole number from 0 and below world_size={self._world_size}"
+        problems.check("rank", _whole(range(self._world_size), here))
+        problems.raise_any()
+        if self.num_items < self._world_size:
+            raise ValueError(
+                f"{self.num_items} items cannot be shared by {self._world_size} ranks, each of which needs one: give "
+                "more items, or use fewer ranks"
+            )
+        if self._drop_last and not self._num_steps(self.num_items):
+            raise ValueError(
+                f"drop_last=True leaves nothing: one step takes {self.batch_size * self._world_size} items, batch_size="
+                f"{self.batch_size} on each of {self._world_size} ranks, but there are {self.num_items}"
+            )
 
     @property
     def weight(self) -> float:
@@ -342,7 +236,7 @@ class RankLoader:
         1 if the batches of all ranks have the same size. After a restart, fewer items than ranks may be left. A rank
         without an item then gets another rank's, with weight 0, because the other ranks wait for its gradients.
         """
-        return len(self.share) * self._batches.world_size / max(1, len(self.global_batch))
+        return len(self.share) * self._world_size / max(1, len(self.global_batch))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's remaining batches of the epoch. After the last one, the next epoch begins.
@@ -351,8 +245,8 @@ class RankLoader:
             RuntimeError: During this loop, another loop over the loader has begun, or a state was loaded.
         """
         self._loop = loop = object()
-        self._batches.set_epoch(self.epoch, self.num_seen)
-        self._generator.manual_seed(hash((self._batches.seed, self.epoch, self.num_seen, self._batches.rank)))
+        self._batches.steps = self._steps()
+        self._generator.manual_seed(hash((self._seed, self.epoch, self.num_seen, self._rank)))
         for step, batch in zip(self._batches.steps, self._loader, strict=True):
             self.global_batch, self.share = step, self._batches.share_of(step)
             self.num_seen += len(step)
@@ -366,11 +260,11 @@ class RankLoader:
 
     def __len__(self) -> int:
         """Return the number of batches that remain in the current epoch."""
-        return self._batches.num_steps(self.num_items - self.num_seen)
+        return self._num_steps(self.num_items - self.num_seen)
 
     def num_batches_left(self, epochs: int) -> int:
         """Return the number of remaining batches of a training that has `epochs` epochs in total."""
-        return len(self) + (epochs - self.epoch - 1) * self._batches.num_steps(self.num_items)
+        return len(self) + (epochs - self.epoch - 1) * self._num_steps(self.num_items)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gang's position in the dataset, as plain numbers. All ranks return the same."""
@@ -398,21 +292,49 @@ class RankLoader:
                 "saved position is of no use. The likely cause is that the data or the seed changed between two "
                 "starts; give the same ones, or start from the beginning."
             )
-        self._batches.set_epoch(state["epoch"], state["num_seen"])
+        rules = {
+            "epoch": _whole(range(2**63), "a whole number from 0 up"),
+            "num_seen": _whole(range(self.num_items + 1), f"a whole number from 0 to {self.num_items}"),
+        }
+        Problems("RankLoader", SimpleNamespace(epoch=state["epoch"], num_seen=state["num_seen"]), rules).raise_any()
         self.epoch, self.num_seen, self._loop = state["epoch"], state["num_seen"], object()
 
     def _order(self) -> dict[str, Any]:
-        return {"num_items": self.num_items, "seed": int(self._batches.seed), "shuffle": self._batches.shuffle}
+        return {"num_items": self.num_items, "seed": int(self._seed), "shuffle": self._shuffle}
+
+    def _steps(self) -> Sequence[Tensor]:
+        rest = torch.arange(self.num_items)
+        if self._shuffle:
+            rest = torch.randperm(self.num_items, generator=torch.Generator().manual_seed(self._seed + self.epoch))
+        rest = rest[self.num_seen :]
+        num_steps = self._num_steps(len(rest))
+        if self._drop_last:
+            rest = rest[: num_steps * self.batch_size * self._world_size]
+        return rest.tensor_split(num_steps) if num_steps else ()
+
+    def _num_steps(self, num_items: int) -> int:
+        full, left = divmod(num_items, self.batch_size * self._world_size)
+        if self._drop_last:
+            return full
+        return min(full + bool(left), max(1, num_items // self._world_size))  # no rank goes without
 
 
-class _BatchesOfRank(RankBatches):
-    _owner = "RankLoader"
-    numbers: Sequence[int] | None = None
+class _BatchesOfRank(Sampler[list[int]]):
+    def __init__(self, rank: int, world_size: int, numbers: Sequence[int] | None) -> None:
+        self._rank, self._world_size, self._numbers = rank, world_size, numbers
+        self.steps: Sequence[Tensor] = ()
+        """Indices of the items that all ranks together get, for each remaining step of the epoch."""
+
+    def share_of(self, step: Tensor) -> Tensor:
+        return step.tensor_split(self._world_size)[self._rank]
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step, share in zip(self.steps, super().__iter__(), strict=True):
-            batch = share or step[:1].tolist()
-            yield batch if self.numbers is None else [self.numbers[index] for index in batch]
+        for step in self.steps:
+            batch = self.share_of(step).tolist() or step[:1].tolist()
+            yield batch if self._numbers is None else [self._numbers[index] for index in batch]
+
+    def __len__(self) -> int:
+        return len(self.steps)
 
 
 def _problems(dataset: object, options: Mapping[str, Any]) -> list[str]:
