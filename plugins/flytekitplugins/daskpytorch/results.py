@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.folders import replacing, scratch_folder
 from flytekitplugins.daskpytorch.process.streams import say
-from flytekitplugins.daskpytorch.process.worker import Worker
+from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol.host import Execution
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ OF_PATH = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMET
 PROFILES = "profiles"
 """Subfolder for traces by `Gang(profile=...)`."""
 FAILED_LIMIT = 60.0
-LOST = "These files are lost: check the disk and the task's access to its output storage"
 
 
 class DaskResultsHandler:
@@ -282,16 +281,21 @@ class TaskResults:
 
     @contextlib.contextmanager
     def received(self) -> Iterator[ReceivedResults]:
-        received, worker = ReceivedResults(), Worker(name="results")
+        received = ReceivedResults()
         place = contextlib.nullcontext(self._path) if self._path else scratch_folder("daskpytorch-results-")
-        with place as folder, contextlib.closing(worker), contextlib.closing(received):
+        with place as folder, contextlib.closing(received):
             try:
                 yield received
             except BaseException as error:
                 limit = self._preempted_limit if isinstance(error, PreemptedError) else FAILED_LIMIT
-                worker.submit(partial(self._deliver, received, folder), self._tell_failure)
-                if not worker.flush(limit):
-                    say(f"some results of the ranks did not reach {self.folder} within {limit:g} s. {LOST}")
+                try:
+                    in_thread(partial(self._deliver, received, folder), "daskpytorch-results").result(limit)
+                except Exception as lost:  # storage clients raise errors of any class
+                    say(
+                        f"some results of the ranks did not reach {self.folder} within {limit:g} s "
+                        f"({type(lost).__name__}: {lost}). These files are lost: check the disk and the task's access "
+                        "to its output storage"
+                    )
                 raise
             self._deliver(received, folder)
             if not self.has_files and received.folder_is_wanted:
@@ -310,10 +314,6 @@ class TaskResults:
                 self._execution.put_folder(folder, self.folder)
                 self._profiles = _files_below(folder / PROFILES)
             self.has_files = True
-
-    def _tell_failure(self, error: Exception, *_: object) -> bool:
-        say(f"some results of the ranks did not reach {self.folder} ({type(error).__name__}: {error}). {LOST}")
-        return True
 
     def _make_empty_folder(self) -> None:
         if self._path is None:  # object stores have no folders, so an object marks the empty folder
