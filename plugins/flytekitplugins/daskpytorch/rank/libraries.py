@@ -11,11 +11,7 @@ import functools
 import multiprocessing
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
@@ -156,50 +152,24 @@ def _check_accelerators(module: ModuleType) -> None:
 
 # ---- DataLoader workers
 
-PRELOADED = f"{__package__}.loaders_preload"
-
-_set_preloaded = forkserver.set_forkserver_preload
-_preloaded = ["__main__"]
-"""Modules that `multiprocessing`'s fork server imports ahead, at first Python's default."""
-_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-_iterating = threading.local()
-
 
 def shield() -> None:
-    """Make the workers of all DataLoaders ignore SIGTERM, with any start method."""
+    """Make the workers of all DataLoaders ignore SIGTERM, which Slurm sends to all processes at once."""
     from torch.utils.data import DataLoader
 
-    iterate, start = DataLoader.__iter__, BaseProcess.start
+    iterate = DataLoader.__iter__
 
     @functools.wraps(iterate)
     def iterate_shielded(loader: DataLoader[Any]) -> Any:
-        if not loader.num_workers:
-            return iterate(loader)
-        _start_forerunners((loader.multiprocessing_context or multiprocessing).get_start_method())
-        given, before = loader.worker_init_fn, getattr(_iterating, "pid", None)
-        loader.worker_init_fn, _iterating.pid = functools.partial(_begin, given), os.getpid()
+        given = loader.worker_init_fn
+        loader.worker_init_fn = functools.partial(_begin, given)
         try:
             return iterate(loader)
         finally:
-            loader.worker_init_fn, _iterating.pid = given, before
-
-    @functools.wraps(start)
-    def start_shielded(process: BaseProcess) -> None:
-        # Torch's workers are daemons. A sampler's `__iter__` may start other processes, which must end by SIGTERM.
-        if getattr(_iterating, "pid", None) != os.getpid() or not process.daemon:
-            start(process)
-            return
-        with signals.sigterm_held_back():
-            start(process)
-        # The worker ignores SIGTERM, so `terminate` sends SIGKILL. The proxy avoids a reference cycle, which would keep
-        # descriptors open until a garbage collection.
-        process.terminate = functools.partial(type(process).kill, weakref.proxy(process))  # type: ignore[method-assign]
-        _workers.add(process)
+            loader.worker_init_fn = given
 
     DataLoader.__iter__ = iterate_shielded  # type: ignore[method-assign]
-    BaseProcess.start = start_shielded  # type: ignore[assignment, method-assign]
-    forkserver.set_forkserver_preload = _note_preloaded
-    atexit.register(_kill_workers)  # runs before `multiprocessing` sends SIGTERM and waits for the workers' ends
+    atexit.register(_kill_daemons)  # runs before `multiprocessing` sends SIGTERM and waits for the workers' ends
 
 
 def _begin(given: Callable[[int], None] | None, worker: int) -> None:
@@ -208,25 +178,7 @@ def _begin(given: Callable[[int], None] | None, worker: int) -> None:
         given(worker)
 
 
-def _kill_workers() -> None:
-    for worker in _workers:
-        worker.kill()
-
-
-def _note_preloaded(modules_names: list[str]) -> None:
-    """`multiprocessing` has no public function that returns the user's modules."""
-    _preloaded[:] = modules_names
-    _set_preloaded(modules_names)
-
-
-def _start_forerunners(start_method: str | None) -> None:
-    """Start `multiprocessing`'s servers before SIGTERM is blocked.
-
-    A fork server that starts with SIGTERM blocked would pass it on to all its children for ever. The resource tracker
-    would unblock it too early.
-    """
-    if start_method == "forkserver":
-        _set_preloaded([*_preloaded, PRELOADED])
-        forkserver.ensure_running()
-    elif start_method == "spawn":
-        resource_tracker.ensure_running()
+def _kill_daemons() -> None:
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
