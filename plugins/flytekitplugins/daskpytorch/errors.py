@@ -90,9 +90,6 @@ class GangError(RuntimeError):
         """Exit code that the failed rank would have as a program: 1 after an exception, the code of `sys.exit`, or the
         negative number of the signal that ended it. None: unknown, the rank hung, or no rank failed."""
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.args[0], {k: v for k, v in vars(self).items() if k != "__notes__"}))
-
 
 class NoDebuggerError(RuntimeError):
     """A rank called `breakpoint()`, and no terminal has attached to its debugger in time.
@@ -229,9 +226,3 @@ class StoppedEarlyError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         rebuild = functools.partial(type(self), epoch=self.epoch, metric=self.metric, value=self.value)
         return (rebuild, (self.args[0],))
-
-
-def _rebuild(cls: type[GangError], message: str, fields: dict[str, object]) -> GangError:
-    error = cls(message)
-    vars(error).update(fields)
-    return error

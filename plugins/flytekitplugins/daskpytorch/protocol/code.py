@@ -212,7 +212,7 @@ class Project:
         root = self._first = Path(script.folder)
         self.script = str(Path(script.file).relative_to(root))
         self.roots.add(root)
-        # It replaces files of the same name.
+        # The script's folder replaces files of the same name.
         self.files |= _named(root, _files_of_script(root)) | {self.script: Path(script.file)}
 
     def travelling(self) -> list[tuple[str, Path]]:

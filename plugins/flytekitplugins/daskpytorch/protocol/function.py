@@ -40,8 +40,8 @@ def check_function(function: Callable[..., Any], *, may_be_async: bool = False) 
 
 def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     called = function_of(function)
-    with contextlib.suppress(ValueError):  # a few builtins have no signature
-        signature = _signature(called)
+    with contextlib.suppress(ValueError):  # what is written in C may have no signature
+        signature = inspect.signature(called, follow_wrapped=False)  # Hydra's wrapper takes no argument
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -49,14 +49,6 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
             raise TypeError(
                 f"{name_of(function)}{signature} cannot be called with the arguments given ({what}): {error}"
             ) from error
-
-
-def _signature(called: Callable[..., Any]) -> inspect.Signature:
-    """Return the outermost wrapper's signature, which may differ: Hydra's wrapper takes no argument."""
-    try:
-        return inspect.signature(called, follow_wrapped=False)
-    except ValueError:  # the wrapper is written in C, as with `functools.lru_cache`
-        return inspect.signature(called)
 
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

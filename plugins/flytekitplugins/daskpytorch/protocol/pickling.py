@@ -16,16 +16,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from flytekitplugins.daskpytorch.protocol.pickler import LARGE, Pickler, Reduced, class_by_value, put_apart
+from flytekitplugins.daskpytorch.protocol.pickler import LARGE, Pickler, Reduced, put_apart
 
 INTERPRETERS = (
-    *("gc.callbacks", "logging.root", "multiprocessing.context._default_context", "numpy.random.mtrand._rand"),
-    *("os.environ", "os.environb", "random._inst", "sys.__stderr__", "sys.__stdin__", "sys.__stdout__", "sys.argv"),
-    *("sys.flags", "sys.meta_path", "sys.modules", "sys.orig_argv", "sys.path", "sys.path_hooks", "sys.stderr"),
-    *("sys.path_importer_cache", "sys.stdin", "sys.stdout", "sys.warnoptions", "threading._main_thread"),
-    *("torch.default_generator", "warnings.filters"),
+    *("numpy.random.mtrand._rand", "os.environ", "os.environb", "random._inst", "sys.stderr", "sys.stdin", "sys.stdout"),
+    "torch.default_generator",
 )
 """Objects that each process has of its own. `from random import random` is a method of `_inst`."""
 REFUSED = {
@@ -98,7 +95,7 @@ class _Pickler(Pickler):
         if (name := _name_in_main(obj)) is not None:
             self._reached.add(name)
         if (own := self._interpreters.get(id(obj))) is not None:
-            return own.__reduce__()
+            return own
         if (instead := _reduce_object(obj) or _reduce_module(obj)) is not None:
             return instead
         if self._has_aside and type(obj).__module__ == "torch.storage":
@@ -108,17 +105,6 @@ class _Pickler(Pickler):
                 return apart
         reduced = super().reducer_override(obj)
         return self._reduce_named(obj) if reduced is NotImplemented else reduced
-
-    def reduce_class(self, cls: type) -> Reduced:
-        make, args, (attributes, slots), *rest = class_by_value(cls)
-        return make, args, (self._by_name(attributes), slots), *rest
-
-    def _dynamic_function_reduce(self, func: FunctionType) -> Reduced:
-        make, args, (state, slots), *rest = super()._dynamic_function_reduce(func)
-        return make, args, (state, slots | {"__globals__": self._by_name(slots["__globals__"])}), *rest
-
-    def _by_name(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self._interpreters.get(id(value), value) for name, value in values.items()}
 
     def _reduce_named(self, obj: Any) -> Any:
         own: Any = type(obj)
@@ -135,19 +121,11 @@ class _Pickler(Pickler):
         return copyreg.__newobj__, (own,), obj.__getstate__()  # type: ignore[attr-defined]
 
 
-class _OfInterpreter(NamedTuple):
-    module: ModuleType
-    name: str
-
-    def __reduce__(self) -> Reduced:
-        return getattr, (self.module, self.name)
-
-
-def _interpreters_objects() -> Iterator[tuple[int, _OfInterpreter]]:
+def _interpreters_objects() -> Iterator[tuple[int, Reduced]]:
     for path in INTERPRETERS:
         module, _, name = path.rpartition(".")
         if (value := getattr(sys.modules.get(module), name, None)) is not None:
-            yield id(value), _OfInterpreter(sys.modules[module], name)
+            yield id(value), (getattr, (sys.modules[module], name))
 
 
 def _reduce_module(value: object) -> Reduced | None:

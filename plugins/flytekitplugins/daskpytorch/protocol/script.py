@@ -288,15 +288,11 @@ def completed(call: Callable[[], Any]) -> Any:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    code: object = None
-    if isinstance(error, SystemExit):
-        code = error.code
-    elif error is not None:
+    if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
-        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    os._exit(0 if error is None else exit_code_of(error))
 
 
 def exit_code_of(error: BaseException) -> int:
