@@ -21,8 +21,8 @@ from typing import Any
 from flytekitplugins.daskpytorch.protocol.pickler import LARGE, Pickler, Reduced, put_apart
 
 INTERPRETERS = (
-    *("numpy.random.mtrand._rand", "os.environ", "os.environb", "random._inst", "sys.stderr", "sys.stdin", "sys.stdout"),
-    "torch.default_generator",
+    *("numpy.random.mtrand._rand", "os.environ", "os.environb", "random._inst"),
+    *("sys.stderr", "sys.stdin", "sys.stdout", "torch.default_generator"),
 )
 """Objects that each process has of its own. `from random import random` is a method of `_inst`."""
 REFUSED = {

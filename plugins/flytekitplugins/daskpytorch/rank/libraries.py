@@ -19,7 +19,6 @@ from wrapt import register_post_import_hook
 
 from flytekitplugins.daskpytorch.process import signals
 
-MINIMUM_VERSIONS = {"accelerate": "1.1", "lightning": "2.4", "lightning_fabric": "2.4", "pytorch_lightning": "2.4"}
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 
 
@@ -89,7 +88,7 @@ def _check_trainers(module: ModuleType) -> None:
 
     @functools.wraps(fit)
     def fit_checked(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        _check_strategy(module, "Trainer", trainer.strategy)
+        _check_strategy("Trainer", trainer.strategy)
         fit(trainer, *args, **kwargs)
 
     module.Trainer.fit = fit_checked
@@ -105,7 +104,7 @@ def _check_fabrics(module: ModuleType) -> None:
         nonlocal has_all_ranks
         begin(fabric, *args, **kwargs)
         if not (has_all_ranks and getattr(fabric.strategy, "parallel_devices", None) is None):
-            _check_strategy(module, "Fabric", fabric.strategy)
+            _check_strategy("Fabric", fabric.strategy)
         has_all_ranks = True
         if not int(os.environ.get("LT_CLI_USED", "0")):  # else Fabric has launched itself, and refuses the call
             fabric.launch()  # a program for `fabric run` calls no `launch`, and a second call changes nothing
@@ -114,9 +113,7 @@ def _check_fabrics(module: ModuleType) -> None:
     module.Fabric.local_rank = property(lambda _: _host_rank())  # for `rank_zero_first(local=True)`
 
 
-def _check_strategy(module: ModuleType, name: str, strategy: Any) -> None:
-    library = module.__name__.partition(".")[0]
-    require(library, MINIMUM_VERSIONS[library])
+def _check_strategy(name: str, strategy: Any) -> None:
     num_devices = len(getattr(strategy, "parallel_devices", None) or [None])
     num_nodes = getattr(strategy, "num_nodes", 1)
     starts_processes = type(strategy.launcher).__name__ == "_MultiProcessingLauncher"
@@ -137,7 +134,6 @@ def _check_accelerators(module: ModuleType) -> None:
     def begin_checked(state: Any, cpu: bool = False, **kwargs: Any) -> None:
         # `Accelerator` and `AcceleratorState` read the variable, `PartialState` alone does not (Accelerate 1.15).
         begin(state, cpu or module.parse_flag_from_env("ACCELERATE_USE_CPU"), **kwargs)
-        require("accelerate", MINIMUM_VERSIONS["accelerate"])
         if state.num_processes != _world_size():
             raise ValueError(
                 f"Accelerate takes its world for {state.num_processes} of {state.distributed_type}, but the gang has "
