@@ -50,8 +50,7 @@ class ReceivedResults:
         kept = ReceivedPiece(rank=rank, piece=replace(piece, data=b""))
         try:
             path = self._folder / piece.file
-            if not piece.is_written:
-                _write(path, piece)
+            _write(path, piece)
             return replace(kept, parts=_taken(path, piece)) if piece.is_last and piece.path is None else kept
         except OSError as error:
             return replace(kept, error=error)
@@ -88,7 +87,7 @@ class ReceivedResults:
                 self._waiting.popleft()
 
     def load_returned(self, rank: int, small: bytes | None) -> Any:
-        """Return a rank's return value, once. `small` is None if pieces or a file carried it."""
+        """Return a rank's return value, once. `small` is None if pieces carried it."""
         return self.take_returned(rank, small)()
 
     def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:

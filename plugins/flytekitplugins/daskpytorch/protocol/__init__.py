@@ -11,8 +11,8 @@ Runs in all processes. May import `process`, `settings`, `context`, `records` an
     rank   ◀─▶ driver         `Upload` or `Download`, and the bytes of a file, from elsewhere   TCP, a connection a file
     rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each
 
-On the driver's machine, ranks write checkpoints and large return values to the driver's folder, and read checkpoints
-there. Elsewhere checkpoints travel (`rank.transfers`), and return values come in pieces (`payload`).
+On the driver's machine, ranks write and read checkpoints in the driver's folder. Elsewhere checkpoints travel
+(`rank.transfers`). Large return values come in pieces (`payload`).
 
 The driver listens and agents connect. Each end unpickles only after both have proved knowledge of the gang's token
 (`framing`). No end waits for an answer: a missing one shows as a closed connection, or as an agent without heartbeats.

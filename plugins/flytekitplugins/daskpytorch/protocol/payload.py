@@ -5,8 +5,8 @@ A pickled value has parts: the pickle, and the memory of each large array and te
 A large call is anonymous memory (`memfd_create`) of the driver or an agent, the keeper. The node's ranks map it through
 `/proc/PID/fd`, so that their writes stay private.
 
-A rank on the driver's machine writes its return value to the driver's folder. Other values, and submitted files, travel
-in pieces, which the driver writes to files. The driver maps the file of a return value, and deletes its name at once.
+Large return values and submitted files travel in pieces, which the driver writes to files. The driver maps a return
+value's file, and deletes its name at once.
 """
 
 from __future__ import annotations
@@ -111,12 +111,11 @@ class Piece:
     path: str | None
     """Path in the results' folder (empty if only the task's folder must exist), or None for a return value."""
     file: str
-    """The value's file: a name in a folder of the driver, or the path of a file that the rank has written."""
+    """Name of the value's file in a folder of the driver."""
     start: int = 0
     """Place of the data in the file."""
     data: bytes = b""
     is_last: bool = True
-    is_written: bool = False
     segments: tuple[Segment, ...] = ()
     """Places of the return value's parts in the file, given with the last piece."""
 
@@ -132,13 +131,3 @@ def cut(path: str | None, parts: Sequence[Bytes]) -> Iterator[Piece]:
         is_last = index == len(views) - 1
         last = segments if is_last else ()
         yield Piece(path=path, file=name, start=start, data=bytes(view), is_last=is_last, segments=last)
-
-
-def pieces_of_returned(parts: Sequence[Bytes], folder: Path | None) -> Iterator[Piece]:
-    """OSError: the disk is full, for example."""
-    if folder is None:
-        return cut(None, parts)
-    path = folder / f"returned-{uuid.uuid4().hex}"
-    with path.open("xb") as file:
-        segments = write_parts(file, parts)
-    return iter([Piece(path=None, file=str(path), is_written=True, segments=segments)])

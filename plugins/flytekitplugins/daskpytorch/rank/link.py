@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Link, Progress
@@ -106,7 +105,6 @@ class GangLink(Link):
         self.kept: Sequence[SavedCheckpoint] = job.kept
         self._channel = channel
         self._is_main = place.rank == 0
-        self._driver_folder = Path(order.driver_folder) if order.driver_folder is not None else None
         self._transfers = Transfers(order, self.progress.move)
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
@@ -143,10 +141,7 @@ class GangLink(Link):
         self.observers.call("on_watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
-        """Other reports may be sent between two pieces of a file."""
-        with self._submit_lock:
-            for piece in payload.cut(path, [data]):
-                self._send_piece(piece)
+        self._send_pieces(path, [data])
 
     def results_folder(self) -> Any:
         if self.folder is None:
@@ -201,13 +196,14 @@ class GangLink(Link):
         parts = pickled(value)
         if len(parts) == 1 and len(parts[0]) <= payload.SMALL_SIZE:
             return bytes(parts[0])
-        with self._submit_lock:
-            for piece in payload.pieces_of_returned(parts, self._driver_folder):
-                self._send_piece(piece)
+        self._send_pieces(None, parts)
         return None
 
-    def _send_piece(self, piece: payload.Piece) -> None:
-        self._send_in_turn(pickle.dumps(piece))
+    def _send_pieces(self, path: str | None, parts: Sequence[payload.Bytes]) -> None:
+        """Other reports may be sent between two pieces."""
+        with self._submit_lock:
+            for piece in payload.cut(path, parts):
+                self._send_in_turn(pickle.dumps(piece))
 
     # ---- questions, and their answers
 
