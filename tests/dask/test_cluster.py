@@ -208,17 +208,6 @@ def test_a_worker_may_come_back_whose_agent_was_lost_with_the_worker_or_the_sche
     assert isinstance(error, WorkerLostError)
 
 
-def test_a_worker_that_the_cluster_will_not_bring_back_is_named_with_what_does(made: LocalCluster) -> None:
-    with Client(made) as client:
-        agents = DaskAgents(client)
-        made.sync(made.workers.pop(1).close)  # as Dask does with one that was lost twice within its time-out
-        assert "; the cluster has given up its worker 1, which " in agents.hindrance()
-        assert "client.cluster.scale(2) does" in agents.hindrance()
-        made.scale(2)
-        until(lambda: len(agents.present()) == 2, "the worker to be back")
-        assert not agents.hindrance()
-
-
 def test_a_gang_on_an_adaptive_cluster_without_workers_is_told_what_brings_some(made: LocalCluster) -> None:
     with Client(made) as client:
         made.scale(0)
