@@ -812,6 +812,19 @@ def test_heartbeats_count_for_the_ranks_of_their_agent_alone(gang_of: MakeWorld)
     assert isinstance(raised(world), GangHungError)
 
 
+def test_silence_before_the_ranks_have_met_does_not_count(world_of: MakeWorld) -> None:
+    world = world_of(hang_timeout=10.0, max_restarts=0)
+    world.join_all()
+    world.obey_all()
+    world.wait(20.0)
+    for agent in world.connected():
+        world.ready(agent)
+    world.wait(9.0)
+    assert questions(world, W1) == []
+    let_pass(world, 3)
+    assert isinstance(raised(world), GangHungError)
+
+
 def test_ranks_that_have_moved_say_so_with_their_answer(gang_of: MakeWorld) -> None:
     world = gang_of(hang_timeout=10.0, max_restarts=0)
     for worker, rank in ((W1, 0), (W2, 1)):

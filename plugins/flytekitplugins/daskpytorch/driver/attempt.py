@@ -49,8 +49,8 @@ class Attempt:
     has_stopped_early: bool = False
     stop_at: float | None = None
     """Time to stop all ranks: end of the search for a failure's cause, or of the wait for exits."""
-    excused_at: float | None = None
-    """Time until which something other than the ranks has delayed them."""
+    excused_at: float = field(init=False)
+    """Time until which something other than the ranks has delayed them, such as the rendezvous."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     began_at: float = field(init=False)
     """`start_timeout` counts from here. Delays that are no fault of the ranks move it on."""
@@ -63,7 +63,7 @@ class Attempt:
     _has_independent_failure: bool = False
 
     def __post_init__(self) -> None:
-        self.began_at = self.clock()
+        self.began_at = self.excused_at = self.clock()
 
     @functools.cached_property
     def ranks_of(self) -> Mapping[str, list[int]]:

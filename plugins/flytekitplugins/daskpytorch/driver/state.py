@@ -330,6 +330,7 @@ class GangState:
         if rank == 0:
             self.enter("training")
         if attempt.is_formed:
+            attempt.excuse()
             began_at = self.asked_at if attempt.number == 0 else attempt.began_at
             self.observers.tell(journal.Formed(seconds=self.now() - began_at))
 

@@ -56,7 +56,7 @@ class HangWatch(Part):
         self._timeout: float | Literal["auto"] | None = state.request.settings.hang_timeout
 
     def begin(self, attempt: Attempt) -> None:
-        self._stillness: Stillness | None = None
+        self._stillness = Stillness(attempt.places, attempt.clock())
         self._hangs_at = 0.0
         """Earliest time at which the attempt may be declared hung. Progress only makes it later."""
         self._seen: object = None
@@ -91,16 +91,13 @@ class HangWatch(Part):
             self._difference = explain_failure(self._remembered, failed, stacks)
 
     def _note_moves(self, attempt: Attempt, rank: int, num_moves: int) -> None:
-        if self._stillness is not None:
-            self._stillness.excuse(attempt.excused_at)
-            self._stillness.note(rank, num_moves, attempt.clock())
+        self._stillness.excuse(attempt.excused_at)
+        self._stillness.note(rank, num_moves, attempt.clock())
 
     # ---- after a failure
 
     def orders(self, now: float) -> None:
         attempt = self._state.training
-        if attempt is not None and attempt.is_formed and self._stillness is None:
-            self._stillness = Stillness(attempt.places, now)
         if attempt is not None and self._search is None and self._search_at(attempt) <= now:
             self._search = Look(attempt, self._final)
 
@@ -151,9 +148,9 @@ class HangWatch(Part):
 
     def _silent_until(self, attempt: Attempt) -> float | None:
         """Return from when a silent gang counts as hung, or with `auto` is asked for its stacks. None: suspended."""
-        if self._timeout is None or self._stillness is None or self._state.blocks(Moment.HUNG):
+        if self._timeout is None or not attempt.is_formed or self._state.blocks(Moment.HUNG):
             return None
-        if (seen := (attempt.excused_at, len(attempt.survived))) != self._seen:
+        if (seen := (attempt.excused_at, len(attempt.survived), len(attempt.at_rest))) != self._seen:
             self._seen, self._hangs_at = seen, 0.0
             self._stillness.excuse(attempt.excused_at)
         if attempt.clock() >= self._hangs_at:  # avoids a loop over all ranks
@@ -181,8 +178,6 @@ class HangWatch(Part):
         return self._waits is not None and self._waits == before
 
     def _states(self, attempt: Attempt, look: Look) -> dict[int, RankState]:
-        if self._stillness is None:
-            return {}
         now = attempt.clock()
         located, remembered = look.located, look.remembered
         return {
@@ -221,8 +216,8 @@ class Stillness:
         self._moved_at = dict.fromkeys(self._num_moves, now)
         self._excused_at = now
 
-    def excuse(self, until: float | None) -> None:
-        if until is not None and until > self._excused_at:
+    def excuse(self, until: float) -> None:
+        if until > self._excused_at:
             self._excused_at = until
             self._moved_at = {rank: max(at, until) for rank, at in self._moved_at.items()}
 
