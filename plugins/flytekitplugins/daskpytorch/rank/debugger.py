@@ -1,6 +1,6 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-A rank that calls pdb waits until the driver or `daskpytorch attach` attaches a terminal. While a prompt is shown, a
+A rank that calls pdb waits until `daskpytorch attach` attaches a terminal. While a prompt is shown, a
 pseudo-terminal is its standard input, output and error.
 """
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, INTERRUPT, PORTS_VARIABLE, RankFile, listen
+from flytekitplugins.daskpytorch.protocol.debugging import INTERRUPT, PORTS_VARIABLE, RankFile, listen
 from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE
 
@@ -70,28 +70,22 @@ class Prompt:
         finally:
             self.failure = None
 
-    def show(self, where: str, interact: Callable[[], bool]) -> None:
+    def show(self, where: str, interact: Callable[[], object]) -> None:
         """Call `interact` with the pseudo-terminal as standard input, output and error.
 
-        `interact` returns True if the next prompt follows soon. Raises `NoDebuggerError` if no terminal was attached in
-        time.
+        Raises `NoDebuggerError` if no terminal was attached in time.
         """
         terminal = self._terminal = self._terminal or PseudoTerminal(self)
         self._describe(where)
-        # Nobody may sit at the driver's terminal when a rank fails.
-        folder = str(self.folder) if self.failure is None else None
-        steps = False
         try:
             with terminal.prompt():
-                self._send(messages.Debugged(where, folder, needs_terminal=not terminal.is_attached))
-                steps = interact()
+                self._send(messages.Debugged(where, needs_terminal=not terminal.is_attached))
+                interact()
             if terminal.is_given_up:
                 raise self._no_debugger(where)
         finally:
-            if not steps:
-                self._describe()
-                terminal.leave()
-            self._send(messages.Debugged(steps=steps))
+            self._describe()
+            self._send(messages.Debugged())
 
     def _describe(self, prompt: str = "") -> None:
         RankFile(gang=self._gang, rank=self.rank, pid=self.pid, prompt=prompt).write(self.folder)
@@ -100,8 +94,8 @@ class Prompt:
         return NoDebuggerError(
             f"rank {self.rank} {where}, and for {self.timeout:g} s (Gang(attach_timeout=...)) no terminal was "
             f"attached to its debugger, as by `daskpytorch attach {self.rank}` on its machine, {os.uname().nodename}. "
-            f"Or run in a terminal of that machine, or with {DEBUG_VARIABLE}=1 in the calling process, or with an "
-            f"editor and {PORTS_VARIABLE}={self.rank}:5678. PYTHONBREAKPOINT=0 passes breakpoint() over."
+            f"Or run with {DEBUG_VARIABLE}=1 in the calling process, or with an editor and "
+            f"{PORTS_VARIABLE}={self.rank}:5678. PYTHONBREAKPOINT=0 passes breakpoint() over."
         )
 
 
@@ -120,12 +114,7 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
         if self.prompt == "(Pdb) ":
             self.prompt = f"(Pdb rank {prompt.rank}) "
         self.nosigint = True  # the terminal handles Ctrl-C
-
-        def interact() -> bool:
-            usual(self, frame, *args, **kwargs)
-            return _is_stepping(self)
-
-        prompt.show(_place_of(frame, prompt.failure), interact)
+        prompt.show(_place_of(frame, prompt.failure), lambda: usual(self, frame, *args, **kwargs))
 
     pdb.Pdb.interaction = interaction
 
@@ -137,11 +126,6 @@ def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
     if frame is None:
         return "is in pdb's post-mortem mode"
     return f"stops at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
-def _is_stepping(debugger: Any) -> bool:
-    """Return True if pdb shows its next prompt soon. After `continue`, `stoplineno` is -1."""
-    return not debugger.quitting and getattr(debugger, "stoplineno", -1) != -1 and sys.gettrace() is not None
 
 
 def explain(error: BaseException, rank: int) -> None:
@@ -170,10 +154,7 @@ def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], Non
 # pdb, readline and the user's own `input()` work as at any terminal. The attached terminal's process serves the
 # pseudo-terminal: it passes keys and output on, and can come and go without the rank's notice.
 
-KEPT_FOR = 1.0
-"""Seconds that a stepping rank keeps the driver's terminal, as a step over a collective may need another rank."""
 LOOK_INTERVAL = 0.5
-GREET_TIME = 1.0
 MAX_STALL = 1.0
 END_INPUT = b"\x15\x04"
 """Ctrl-U and Ctrl-D, which end a prompt's input."""
@@ -190,10 +171,9 @@ class PseudoTerminal:
         os.set_blocking(self._master, False)  # keys beyond the kernel's buffer are lost
         self._listener = listen(of.folder, of.rank)
         self._attached: socket.socket | None = None
-        self._is_drivers = False
         self._is_at_prompt = False
         self._is_read = False
-        self._since = 0.0
+        self._deadline = 0.0
         threading.Thread(target=self._serve, name="daskpytorch-terminal", daemon=True).start()
 
     @property
@@ -203,32 +183,26 @@ class PseudoTerminal:
     @contextlib.contextmanager
     def prompt(self) -> Iterator[None]:
         _flush_output()
-        _wait_until_read(1)  # the agent shows the rank's earlier output before the prompt
         kept = [os.dup(number) for number in range(3)]
         for number in range(3):
             os.dup2(self._slave, number)
         self.is_given_up, self._is_read = False, self.is_attached
-        self._since, self._is_at_prompt = time.monotonic(), True
+        self._deadline, self._is_at_prompt = time.monotonic() + self._prompt.timeout, True
         try:
             yield
         finally:
-            self._is_at_prompt, self._since = False, time.monotonic()
+            self._is_at_prompt = False
             _flush_output()
             if self.is_attached:
-                _wait_until_read(self._master)
+                self._wait_until_read()
             for number, descriptor in enumerate(kept):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
 
-    def leave(self) -> None:
-        if self._is_drivers:
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        attached, self._attached = self._attached, None
-        if attached is not None:
-            with contextlib.suppress(OSError):  # the terminal's process has ended
-                attached.shutdown(socket.SHUT_RDWR)
+    def _wait_until_read(self) -> None:
+        deadline = time.monotonic() + MAX_STALL
+        while any(fcntl.ioctl(self._master, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     # ---- in the thread of this terminal
 
@@ -240,21 +214,17 @@ class PseudoTerminal:
                 self._welcome()
             elif attached is not None and attached in ready:
                 self._heed(attached)
-            self._keep_time(time.monotonic())
+            elif attached is None and self._is_at_prompt and time.monotonic() >= self._deadline:
+                self._give_up()
 
     def _welcome(self) -> None:
         attaching, _ = self._listener.accept()
-        attaching.settimeout(GREET_TIME)
-        with contextlib.suppress(OSError):
-            is_drivers = attaching.recv(1) == DRIVER
-            if is_drivers and self.is_attached:  # a user was faster
-                attaching.close()
-                return
-            self._hang_up()
-            socket.send_fds(attaching, [DRIVER], [self._master])
+        self._hang_up()
+        with contextlib.suppress(OSError):  # the terminal's process has ended
+            socket.send_fds(attaching, [b"t"], [self._master])
             if self._is_read:
                 os.write(self._slave, f"(Pdb rank {self._prompt.rank}) ".encode())
-            self._attached, self._is_drivers, self._is_read = attaching, is_drivers, True
+            self._attached, self._is_read = attaching, True
 
     def _heed(self, attached: socket.socket) -> None:
         key = b""
@@ -265,25 +235,18 @@ class PseudoTerminal:
         else:
             self._hang_up()
 
-    def _keep_time(self, now: float) -> None:
-        if not self._is_at_prompt:
-            if self._is_drivers and now >= self._since + KEPT_FOR:
-                self._hang_up()
-            return
-        self._since = now if self.is_attached else self._since
-        if now >= self._since + self._prompt.timeout:
-            self.is_given_up = True
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._master, END_INPUT)
+    def _hang_up(self) -> None:
+        if self._attached is not None:
+            with contextlib.suppress(OSError):  # the terminal's process has ended
+                self._attached.shutdown(socket.SHUT_RDWR)  # not close: a loader's worker may have the socket open, too
+        self._attached, self._deadline = None, time.monotonic() + self._prompt.timeout
+
+    def _give_up(self) -> None:
+        self.is_given_up = True
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._master, END_INPUT)
 
 
 def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-
-
-def _wait_until_read(descriptor: int) -> None:
-    deadline = time.monotonic() + MAX_STALL
-    with contextlib.suppress(OSError):
-        while any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
-            time.sleep(0.005)
