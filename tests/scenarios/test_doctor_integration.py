@@ -1,7 +1,7 @@
 """The doctor on a real cluster: no problem, a worker with another torch, busy workers, silent workers."""
 
-import json
 import os
+import re
 import signal
 import sys
 import time
@@ -27,18 +27,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with nothing_left_behind():
-        done = run_program(
-            [*COMMAND, "doctor", "--scheduler", cluster.address, "--json"], cwd=tmp_path, env={"PATH": path}
-        )
+        done = run_program([*COMMAND, "doctor", "--scheduler", cluster.address], cwd=tmp_path, env={"PATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
-    assert not {name for name, finding in found.items() if finding["verdict"] != "ok" and name != "GPUs"}
-    assert found["GPUs"]["value"] == "none; ranks train on the CPU" or found["GPUs"]["value"].startswith("0: ")
-    assert found["scheduler"]["value"] == f"{cluster.address}, workers: 2"
-    assert "versions on the cluster" in found
-    for where in ("on this node", "on the cluster"):
-        assert found[f"ranks {where}"]["value"].startswith("2 ranks on ")
-        assert "an all-reduce of 1 MiB takes " in found[f"ranks {where}"]["value"]
+    found = dict(re.findall(r"^ok +(\S.{0,27}?) {2,}(.*)$", done.stdout, re.MULTILINE))
+    assert found["GPUs"] == "none; ranks train on the CPU" or found["GPUs"].startswith("0: ")
+    assert found["scheduler"] == f"{cluster.address}, workers: 2"
+    assert found["versions on the cluster"] == "those of all workers are as here"
+    assert found["ranks on this node"].startswith("2 ranks on ")
+    assert found["ranks on the cluster"].startswith("2 ranks on ")
 
 
 def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(cluster: Cluster) -> None:
