@@ -14,8 +14,8 @@ from flytekitplugins.daskpytorch.protocol.failure import RankExit
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
 
-LOOK_INTERVAL, MAX_INTERVAL = 5.0, 40.0
-"""Seconds between two questions for the ranks' collectives: twice as many after each one without a proof."""
+LOOK_INTERVAL = 5.0
+"""Seconds between two questions for the ranks' collectives."""
 ANSWER_LIMIT = 2 * LOOK_INTERVAL
 """Seconds after which a look without all answers is given up: a rank inside C code cannot answer."""
 
@@ -33,7 +33,6 @@ class ReturnedWatch(Part):
     def begin(self, attempt: Attempt) -> None:
         self._look: Answers | None = None
         self._next_at: float | None = None
-        self._interval = LOOK_INTERVAL
         self._proof: AwaitsReturned | None = None
         self._ended_by = ""
         explain = attempt.explain
@@ -56,8 +55,7 @@ class ReturnedWatch(Part):
 
     def _is_proven(self, attempt: Attempt, look: Answers) -> bool:
         before, self._proof = self._proof, awaits_returned(look, attempt.running)
-        self._interval = min(2 * self._interval, MAX_INTERVAL) if self._proof is None else LOOK_INTERVAL
-        self._look, self._next_at = None, attempt.clock() + self._interval
+        self._look, self._next_at = None, attempt.clock() + LOOK_INTERVAL
         if self._proof is None or self._proof != before:
             return False
         self._ended_by = self._proof.what
