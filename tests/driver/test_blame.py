@@ -14,6 +14,7 @@ import pytest
 from failing import LockedError, PlainError, failure
 from flytekitplugins.daskpytorch import GangError, GangHungError, GangStartError, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.driver.blame import (
+    IS_FINAL,
     AttemptFailure,
     FailurePolicy,
     error_of,
@@ -523,8 +524,8 @@ def at(step: int | None, moves: int | None = 0) -> AttemptFailure:
         (3, [ERROR], at(None, None), None),
         (3, [ERROR], OTHER, None),
         (3, [ERROR, OTHER], ERROR, None),  # the same counts only right after its like
-        (3, [], FINAL, "it is certain to come again"),
-        (3, [LOSS], FINAL, "it is certain to come again"),
+        (3, [], FINAL, IS_FINAL),
+        (3, [LOSS], FINAL, IS_FINAL),
         (3, [], replace(RAISED, gets_further=True), None),
         (1, [SHORT, SHORT], SHORT, None),  # at the same step, and without a checkpoint
         (1, [SHORT, SHORT, SHORT], SHORT, "a limit of 3 is used up by lacks of memory"),
@@ -545,6 +546,6 @@ def test_a_failure_is_forgiven_or_the_reason_is_said(
     policy = FailurePolicy(limit)
     for each in before:
         assert policy.refusal(each) is None
-        policy.note(each)
+        policy.failures.append(each)
     for _ in range(2):  # asking costs nothing
         assert policy.refusal(failure) == refusal

@@ -33,13 +33,13 @@ def test_rank_that_has_not_called_what_others_wait_in_is_named() -> None:
     assert difference is not None
     assert difference.rank == 1
     assert difference.what == (
-        "rank 1 has not called collective 2 of the default group (gloo), broadcast of float32 [3, 5], in which "
+        "rank 1 has not called collective 2 of the default group (gloo), broadcast of Float [3, 5], in which "
         "ranks 0, 2 wait"
     )
     assert difference.shown == (
         "Collective 2 of the default group (gloo), as torch's flight recorder has it:\n"
-        '  ranks 0, 2: broadcast of float32 [3, 5], waiting, called from:\n    File "/code/train.py", line 2 in train\n'
-        "  rank 1: not called; its last was collective 1 of the default group (gloo), all_reduce of float32 [4], done, "
+        '  ranks 0, 2: broadcast of Float [3, 5], waiting, called from:\n    File "/code/train.py", line 2 in train\n'
+        "  rank 1: not called; its last was collective 1 of the default group (gloo), all_reduce of Float [4], done, "
         'called from:\n    File "/code/train.py", line 1 in train'
     )
 
@@ -75,14 +75,14 @@ def test_ranks_that_agree_differ_in_nothing(recalled: dict[int, Recalled]) -> No
         (
             {0: of(waiting(7)), 1: of(waiting(7)), 2: of(waiting(7, "broadcast", 9))},
             2,
-            f"rank 2 called broadcast of float32 [9] as collective 7 of {ALL}, ranks 0, 1 all_reduce of float32 [4]",
+            f"rank 2 called broadcast of Float [9] as collective 7 of {ALL}, ranks 0, 1 all_reduce of Float [4]",
         ),
         pytest.param(
             {1: of(waiting(7, "barrier")), 0: of(waiting(7))}, 1, "called barrier", id="of two the first is right"
         ),
         ({0: of(call(5, "barrier"), waiting(6)), 1: of(waiting(5), waiting(6, "broadcast"))}, 1, "as collective 5 of"),
-        ({0: of(waiting(2)), 1: of(waiting(2, "all_reduce", 5))}, 1, "all_reduce of float32 [5]"),
-        ({0: of(waiting(2)), 1: of(waiting(2, dtypes=["Double"]))}, 1, "all_reduce of float64 [4]"),
+        ({0: of(waiting(2)), 1: of(waiting(2, "all_reduce", 5))}, 1, "all_reduce of Float [5]"),
+        ({0: of(waiting(2)), 1: of(waiting(2, dtypes=["Double"]))}, 1, "all_reduce of Double [4]"),
         pytest.param({0: of(call(2)), 1: of(call(2, "broadcast"))}, 1, "called broadcast", id="done, but another"),
         pytest.param(
             {
@@ -124,7 +124,7 @@ def test_words_for_collectives_and_ranks() -> None:
         group=ALL, number=1, operation="all_gather", inputs=[], outputs=[(2,)] * 9, dtypes=["Long"], is_done=True
     )
     barrier = Collective(group=ALL, number=1, operation="barrier", inputs=[], outputs=[], dtypes=[], is_done=True)
-    assert in_words(many) == "all_gather of int64 [2], [2], [2], [2], ..."
+    assert in_words(many) == "all_gather of Long [2], [2], [2], [2], ..."
     assert in_words(barrier) == "barrier"
     assert named([3]) == "rank 3"
     assert named(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)"

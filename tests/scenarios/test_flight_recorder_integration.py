@@ -11,7 +11,7 @@ from torch import distributed as dist
 from flytekitplugins.daskpytorch import GangError, GangHungError, current_rank
 from gangs import on_this_machine
 
-IN_ALL_REDUCE = "all_reduce of float32 [3], waiting, called from:\n    File "
+IN_ALL_REDUCE = "all_reduce of Float [3], waiting, called from:\n    File "
 
 
 def error_of(function: Callable[[], None], **settings: float) -> BaseException:
@@ -49,8 +49,8 @@ def test_hang_of_two_operations_names_both_with_their_lines() -> None:
     assert isinstance(error, GangHungError)
     assert error.rank == 1
     assert (
-        "rank 1 called broadcast of float32 [3] as collective 2 of the default group (gloo), rank 0 all_reduce of "
-        "float32 [3]" in error.cause
+        "rank 1 called broadcast of Float [3] as collective 2 of the default group (gloo), rank 0 all_reduce of "
+        "Float [3]" in error.cause
     )
     assert f"rank 0: {IN_ALL_REDUCE}" in str(error)
     assert "in call_two_operations" in str(error)
@@ -60,8 +60,8 @@ def test_rank_that_gloo_aborts_for_another_shape_has_said_which() -> None:
     error = error_of(bring_two_shapes)
     assert isinstance(error, GangError)
     assert "SIGABRT" in error.cause
-    assert "collective 2 of the default group (gloo), rank 0 all_reduce of float32 [3]" in str(error)
-    assert "all_reduce of float32 [1003]" in str(error)
+    assert "collective 2 of the default group (gloo), rank 0 all_reduce of Float [3]" in str(error)
+    assert "all_reduce of Float [1003]" in str(error)
     assert f"rank 0: {IN_ALL_REDUCE}" in str(error)
 
 
@@ -69,7 +69,7 @@ def test_time_out_names_the_rank_that_was_waited_for_and_where_it_was() -> None:
     error = error_of(loop_endlessly)
     assert isinstance(error, RuntimeError)
     told = str(error.__cause__)
-    assert "rank 1 has not called collective 2 of the default group (gloo), all_reduce of float32 [3]" in told
+    assert "rank 1 has not called collective 2 of the default group (gloo), all_reduce of Float [3]" in told
     assert f"rank 0: {IN_ALL_REDUCE}" in told
     assert "in loop_endlessly" in told[told.index("rank 1 was in:") :]
 

@@ -1,7 +1,6 @@
 """Finds the rank whose failure caused the others, and decides whether the gang may restart. Free of state and I/O."""
 
 import signal
-from bdb import BdbQuit
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -11,6 +10,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, with
 from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 REPEATED = "the same error came at the same step twice"
+IS_FINAL = "another attempt would end in the same way"
 MAX_AFTER_MEMORY = 3
 NO_RESTARTS = "max_restarts is 0"
 STATE_IS_GONE = "a gang that stays loses with one rank what its ranks keep: begin a new gang, and keep everything again"
@@ -172,9 +172,6 @@ class AttemptFailure:
     kind: Kind = "preempted"
     is_exception: bool = False
     is_final: bool = False
-    is_late: bool = False
-    """True if all ranks had come to the end of their program before."""
-    is_quit: bool = False
     adapts: bool = False
     gets_further: bool = False
     """The next attempt may go differently: a checkpoint was saved or is in transit, or ranks were asked to stop."""
@@ -194,7 +191,7 @@ class AttemptFailure:
         Names the failed rank's last known step, unless the next attempt begins later, at `newest_step`.
         """
         how, failure = describe(root_failure), root_failure.failure
-        is_late = has_delivered and not root_failure.is_infrastructure
+        is_late = has_delivered and not root_failure.is_infrastructure  # all ranks had ended their program before
         step = root_failure.position[0]
         where = f" after step {step}" if step is not None and step >= (newest_step or step) else ""
         cause = "a hang" if root_failure.hang is not None else how
@@ -206,8 +203,6 @@ class AttemptFailure:
             kind=kind_of(root_failure),
             is_exception=failure is not None and not failure.is_consequence and not root_failure.gpu_fault,
             is_final=bool(root_failure.left_by) or (failure.is_final if failure is not None else is_late),
-            is_late=is_late,
-            is_quit=failure is not None and failure.type_name == BdbQuit.__name__,
             adapts=adapts and kind_of(root_failure) == "memory",
             gets_further=gets_further,
         )
@@ -230,17 +225,13 @@ class FailurePolicy:
         if self.limit == 0:
             return self.without
         if failure.is_final:
-            why = "all ranks had come to the end of their program" if failure.is_late else "it is certain to come again"
-            return "its debugger was told to quit" if failure.is_quit else why
+            return IS_FINAL
         if not (failure.is_infrastructure or failure.adapts) and alike and _is_same(alike[-1], failure):
             return REPEATED
         if failure.is_exception and not (failure.gets_further or failure.adapts):
             return "no checkpoint had been saved since the start, and the same steps would lead to the same error"
         limit, name = (MAX_AFTER_MEMORY, "a limit of ") if failure.adapts else (self.limit, "max_restarts=")
         return f"{name}{limit} is used up by {failure.budget}" if len(alike) >= limit else None
-
-    def note(self, failure: AttemptFailure) -> None:
-        self.failures.append(failure)
 
 
 def _is_same(one: AttemptFailure, other: AttemptFailure) -> bool:

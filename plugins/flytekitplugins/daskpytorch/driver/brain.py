@@ -333,7 +333,7 @@ class Brain:
         trace = root_failure.failure.traceback.rstrip() if root_failure.failure is not None else ""
         if trace and failure.cause not in {each.cause for each in self._policy.failures}:
             self._observers.note(f"rank {root_failure.rank} raised\n{trace}")
-        self._policy.note(failure)
+        self._policy.failures.append(failure)
         self._state.num_after_memory += failure.kind == "memory"
         self._agents.faulty_gpus |= attempt.faulty_gpus
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})", failure.kind
@@ -342,7 +342,7 @@ class Brain:
         failure = AttemptFailure(what=request.reason, cause=request.reason, is_infrastructure=True)
         if request.ends_gang or self._policy.refusal(failure) is not None:
             raise self._preempted(request)
-        self._policy.note(failure)
+        self._policy.failures.append(failure)
         return failure.what, failure.kind
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:

@@ -19,19 +19,6 @@ FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 WAITING_FILES = re.compile(r"torch/(distributed/|autograd/|nn/parallel/distributed\.py)")
 MAX_NAMED = 8
 MAX_SHAPES = 4
-PYTHON_NAMES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-}
-"""By the C++ names in torch's flight recorder."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +176,7 @@ def in_words(collective: Collective) -> str:
     shapes = collective.inputs or collective.outputs
     if not shapes:
         return collective.operation
-    kinds = sorted({PYTHON_NAMES.get(name, name) for name in collective.dtypes})
+    kinds = sorted(set(collective.dtypes))
     told = ", ".join(str(list(shape)) for shape in shapes[:MAX_SHAPES])
     return f"{collective.operation} of {' and '.join(kinds)} {told}{', ...' if len(shapes) > MAX_SHAPES else ''}"
 
