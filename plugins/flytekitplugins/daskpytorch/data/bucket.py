@@ -6,6 +6,7 @@ obstore do not survive a fork, so a forked process would hang in obstore, and re
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
@@ -104,11 +105,8 @@ class Bucket:
     def __init__(self, name: str, access: Access) -> None:
         self.name = name
         self.access = access
-        self._session: Any = None
-        self._client: Any = None
-        self._store: Any = None
-        """Obstore's store. None before the first read, and where obstore would hang."""
-        self._is_ready = False
+        self._session = access.session()
+        self._client = access.client(self._session)
         self._lock = threading.Lock()
 
     def listing(self, prefix: str) -> Iterator[Listed]:
@@ -117,7 +115,7 @@ class Bucket:
         Raises `FileNotFoundError` without such a bucket, `PermissionError`, and other `OSError`s of the server.
         """
         uri = f"s3://{self.name}/{prefix}"
-        pages = self._connected().get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
         try:
             for page in pages:
                 for item in page.get("Contents", ()):
@@ -150,11 +148,11 @@ class Bucket:
     def _get(self, key: str) -> tuple[bytes, str]:
         import obstore
 
-        uri, client = f"s3://{self.name}/{key}", self._connected()
+        uri = f"s3://{self.name}/{key}"
         store = self._store_for(key)
         try:
             if store is None:
-                answer = client.get_object(Bucket=self.name, Key=key)
+                answer = self._client.get_object(Bucket=self.name, Key=key)
                 return answer["Body"].read(), answer.get("ETag", "").strip('"')
             found = obstore.get(store, key)
             return bytes(found.bytes()), (found.meta["e_tag"] or "").strip('"')
@@ -168,13 +166,15 @@ class Bucket:
         if not is_path or CONTROL_CHARACTERS.search(key) is not None:  # obstore changes or refuses the key
             return None
         with self._lock:
-            if not self._is_ready:
-                if _first_used_in not in (None, os.getpid()):
-                    logger.warning(INHERITED)
-                else:
-                    self._store = self._opened()
-                self._is_ready = True
-        return self._store
+            return self._store
+
+    @functools.cached_property
+    def _store(self) -> Any:
+        """Obstore's store. None where obstore would hang."""
+        if _first_used_in in (None, os.getpid()):
+            return self._opened()
+        logger.warning(INHERITED)
+        return None
 
     def _opened(self) -> Any:
         from obstore.store import S3Store
@@ -193,13 +193,6 @@ class Bucket:
             client_options=options | {"timeout": 10 * silence},  # for a whole picture
             retry_config={"max_retries": 0},  # `read` retries
         )
-
-    def _connected(self) -> Any:
-        with self._lock:
-            if self._client is None:
-                self._session = self.access.session()
-                self._client = self.access.client(self._session)
-        return self._client
 
 
 def _verify(uri: str, listed: Listed, body: bytes, etag: str) -> None:

@@ -257,17 +257,18 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         return items
 
     def _listed(self, prefix: str, path: str | os.PathLike[str] | None, *, nested: bool) -> ImageIndex:
-        bucket = self._source.here.bucket
+        name = self._source.name
         if path is not None and Path(path).exists():
             found = ImageIndex.load(path)
-            wanted = (bucket.name, f"{prefix}/" if prefix else "", nested)
+            wanted = (name, f"{prefix}/" if prefix else "", nested)
             if (found.bucket, found.prefix, found.nested) != wanted:
                 raise ValueError(
                     f"index={os.fspath(path)!r} lists s3://{found.bucket}/{found.prefix} (nested={found.nested}), not "
-                    f"s3://{bucket.name}/{wanted[1]} (nested={nested}): name another file, or delete this one"
+                    f"s3://{name}/{wanted[1]} (nested={nested}): name another file, or delete this one"
                 )
             return found
-        index = ImageIndex.of(bucket.listing(f"{prefix}/" if prefix else ""), bucket.name, prefix, nested=nested)
+        listing = self._source.here.bucket.listing(f"{prefix}/" if prefix else "")
+        index = ImageIndex.of(listing, name, prefix, nested=nested)
         if path is not None:
             index.save(path)
         return index
@@ -316,7 +317,7 @@ class _Threads:
 
 class _Source:
     def __init__(self, name: str, access: Access) -> None:
-        self._name, self._access = name, access
+        self.name, self._access = name, access
         self._by_process: dict[int, _Threads] = {}
         """By process id.
 
@@ -327,7 +328,7 @@ class _Source:
     def here(self) -> _Threads:
         if (pid := os.getpid()) not in self._by_process:
             self._by_process[pid] = _Threads(
-                Bucket(self._name, self._access),
+                Bucket(self.name, self._access),
                 ThreadPoolExecutor(self._access.num_connections, thread_name_prefix="s3-reader"),
                 ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="s3-decoder"),
             )
@@ -349,4 +350,4 @@ class _Source:
         return bodies
 
     def __reduce__(self) -> tuple[type[_Source], tuple[str, Access]]:
-        return _Source, (self._name, self._access)
+        return _Source, (self.name, self._access)
