@@ -33,7 +33,6 @@ from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import MAX_FILES, allow_files, check_system
 from flytekitplugins.daskpytorch.protocol import host, journal, messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
-from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observers
@@ -55,7 +54,6 @@ def assemble(
     observers: Observers,
     received: ReceivedResults,
     make: MakeGang,
-    debugging: Debugging,
     *,
     asked_at: float,
     clock: Callable[[], float] = time.monotonic,
@@ -67,7 +65,7 @@ def assemble(
         state,
         checkpoints=Checkpoints(state, committer),
         evaluator=Evaluator(state, committer.vault, make),
-        debugger=Debugger(state, debugging),
+        debugger=Debugger(state),
         accounting=Accounting(state, clock, committer.vault),
     )
     calls = [request.calls] if isinstance(request.calls, Calls) else []
@@ -129,7 +127,6 @@ class Supervisor:
         if self._staying is not None:
             self._staying.post = self._calls.put
         self._asked_at = time.monotonic()
-        self._debugging = Debugging.here() if request.start is None else Debugging()
         self._brain: Brain | None = None
 
     def cancel(self) -> None:
@@ -226,7 +223,6 @@ class Supervisor:
             self._observers,
             self.received,
             Supervisor,
-            self._debugging,
             asked_at=self._asked_at,
             running_clock=RunningClock(),
         )
