@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,6 @@ from warm import start_cold, start_in_forks_of, warm_python
 
 if TYPE_CHECKING:
     from distributed import Client
-    from IPython.core.displaypub import CapturingDisplayPublisher
 
     from fault_training import Launch
     from processes import Cluster
@@ -108,24 +106,6 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
     with watching(tmp_path / "traces") as launcher:
         yield launcher
-
-
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CapturingDisplayPublisher:
-    """IPython as in a kernel, and what it publishes."""
-    from IPython.core.displaypub import CapturingDisplayPublisher
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
-
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the shell puts its own there
-    shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
-    shell.kernel = object()
-    monkeypatch.setattr(InteractiveShell, "_instance", shell)
-    monkeypatch.setattr(InteractiveShell, "initialized", classmethod(lambda _: True))
-    shell.display_pub = CapturingDisplayPublisher()
-    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    return shell.display_pub
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Notebooks of Jupyter: tables, interrupts of cells, runs that outlive their kernel, and gangs that stay."""
+"""Notebooks of Jupyter: interrupts of cells, runs that outlive their kernel, and gangs that stay."""
 
 import os
 import re
@@ -102,12 +102,6 @@ def text_of(outputs: list[nbformat.NotebookNode]) -> str:
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
-def tables_of(outputs: list[nbformat.NotebookNode]) -> list[list[str]]:
-    """Return the texts in the cells of each table."""
-    tables = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-    return [re.findall(r"<t[dh](?: [^>]*)?>([^<]*)<", table) for table in tables]
-
-
 def errors_of(outputs: list[nbformat.NotebookNode]) -> list[str]:
     """Return the errors of a cell, each with the traceback as the notebook shows it."""
     traces = ["\n".join(output.traceback) for output in outputs if output.output_type == "error"]
@@ -120,7 +114,7 @@ def test_a_run_goes_on_after_an_interrupt_and_after_the_death_of_its_kernel(clus
     first_cell = FIRST_CELL.format(address=cluster.address)
     with Notebook(first_cell, trace) as notebook:
         outputs = notebook.run(endless, notebook.end_of(signal.SIGINT))
-        assert any("loss" in table for table in tables_of(outputs))
+        assert "loss" in text_of(outputs)
         assert [output.ename for output in outputs if output.output_type == "error"] == ["KeyboardInterrupt"]
         shown = text_of(notebook.run("print(futures.newest_checkpoint.step, futures.records[-1].step)"))
         newest, num_first = int(shown.split()[0]), notebook.num_steps()

@@ -12,13 +12,11 @@ import pytest
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.dask.agents import Allotment
-from flytekitplugins.daskpytorch.display import notebook as notebook_table
 from flytekitplugins.daskpytorch.display.run_state import RunState
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep import sweep as display
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
-from flytekitplugins.daskpytorch.sweep.sweep import ModelFuture, SweepDisplay
-from processes import until
+from flytekitplugins.daskpytorch.sweep.sweep import ModelFuture
 from told import To
 
 
@@ -181,38 +179,6 @@ def test_columns_of_one_name_are_told_apart() -> None:
 
 
 # ---- Notebooks
-
-
-def test_a_notebook_has_one_table_which_is_kept_up_to_date(
-    models: ModelFutures, notebook: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notebook_table, "REFRESH", 0.01)
-    assert notebook_table.is_notebook()
-    display.show_live(models)
-    To(models[4]._run_state).logged(LogRecord(rank=0, step=7, num_steps=None, time=0.0, metrics={"loss": 0.125}))
-    until(lambda: "0.125" in notebook.outputs[-1]["data"]["text/html"], "the newest value")
-    end(models)
-    until(lambda: "2 cancelled" in notebook.outputs[-1]["data"]["text/html"], "the last state")
-    first, *others = notebook.outputs
-    assert not first["update"]
-    assert all(other["update"] for other in others)
-    assert {output["transient"]["display_id"] for output in notebook.outputs} == {first["transient"]["display_id"]}
-
-
-def test_beside_the_table_only_its_news_are_written(notebook: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    board = SweepDisplay(3, is_quiet=True)
-    for index, error in enumerate((None, STOPPED, FAILED)):
-        line = board.line(index, {"lr": index})
-        To(line).formed(0.1)
-        To(line).logged(LogRecord(rank=0, step=1, num_steps=2, time=0.0, metrics={"epoch": 1, "loss": 1.0}))
-        To(line).wrote(0, ["hello"])
-        To(line).noted("it goes on")
-        To(line).accounted(Goodput(total=80.0, stepping=60.0, starting=20.0))
-        To(line).ended(error)
-        board.count(index, error)
-    lines = [line for index in range(3) for line in (f"[model {index}, rank 0] hello", f"model {index}, it goes on")]
-    assert capsys.readouterr().err.splitlines() == [*lines, "model 2 {'lr': 2} failed: LookupError: no good"]
-    assert notebook.outputs == []
 
 
 def test_a_table_shows_what_is_of_interest_and_no_secrets(models: ModelFutures) -> None:

@@ -59,7 +59,7 @@ def run(
     before: that with the same `gang.key`, or else of the same function with the same number in the task, whatever the
     arguments.
 
-    Outside a Flyte task, the gang has a live line at a terminal, and a table in a notebook. Its checkpoints are kept on
+    Outside a Flyte task, the gang has a live line at a terminal. Its checkpoints are kept on
     the driver's disk. The same command with `DASKPYTORCH_RESUME=1` goes on from them. With `gang.checkpoint_uri`, the
     same call goes on from the checkpoints there. Ctrl-C ends the gang, and then raises `KeyboardInterrupt`.
 
@@ -258,7 +258,7 @@ def map(  # noqa: A001
         Sequence with a future per experiment, in the experiments' order. A future has rank 0's return value as `result`
         and rank 0's newest 100,000 log records as `records`. The sequence also has `result`, `exception`, `cancel`,
         `as_completed`, `best` and `to_frame`: only `to_frame`, `done` and `cancel` for a data frame. A failed
-        experiment does not end the others. In a notebook, a table shows the models' state.
+        experiment does not end the others. A notebook shows the sequence as a table.
 
     Raises:
         ValueError: An argument has the wrong type, or a number of workers is not a whole number from 1 up. Or `wandb`

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
@@ -31,8 +30,7 @@ def progress(
             label = key or name.rpartition(".")[2]
             display = ProgressDisplay(other.board, label, f"{label}, ", unsaid=unsaid)
         else:
-            board = Board(is_plain=is_plain, is_quiet=is_notebook())  # a notebook's table has the metrics
-            display = ProgressDisplay(board, name.rpartition(".")[2], unsaid=unsaid)
+            display = ProgressDisplay(Board(is_plain=is_plain), name.rpartition(".")[2], unsaid=unsaid)
         _gangs.add(display)
     return display
 

@@ -1,19 +1,14 @@
-"""Tables that a notebook shows of gangs, kept up to date while they train. Runs in the driver."""
+"""Tables for notebooks. Runs in the driver."""
 
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
-from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.pieces import shared
 
 MAX_CELL = 60
-REFRESH = 0.5
-"""Seconds between two updates."""
-UPDATE_TIMEOUT = 5.0
 
 
 def is_notebook() -> bool:
@@ -26,7 +21,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table without secrets."""
     header = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name)) for name in header] for row in map(without_secrets, rows)]
-    # A notebook has its own style, and every update would send ours again.
+    # A notebook has its own style.
     return table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
 
 
@@ -42,28 +37,3 @@ def _cell(value: object) -> object:
     if isinstance(value, float):
         return value
     return "" if value is None else one_line(str(value), MAX_CELL)
-
-
-class LiveTable:
-    """HTML in the notebook's cell that runs now, kept up to date by threads."""
-
-    def __init__(self, html: Callable[[], str]) -> None:
-        from IPython.display import HTML, display
-
-        self._html, self._make_html = html, HTML
-        self._shown = html()
-        self._handle = display(HTML(self._shown), display_id=True)
-
-    def follow(self, has_ended: Callable[[float], bool]) -> threading.Thread:
-        def follow() -> None:
-            is_over = False
-            while not is_over:
-                is_over = has_ended(REFRESH)
-                with optional("updating the notebook's table"):
-                    if (now := self._html()) != self._shown:
-                        self._shown = now
-                        self._handle.update(self._make_html(now))
-
-        thread = threading.Thread(target=follow, name="daskpytorch-table", daemon=True)
-        thread.start()
-        return thread

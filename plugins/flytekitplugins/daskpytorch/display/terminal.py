@@ -81,7 +81,7 @@ class Board:
     """
 
     def __init__(self, console: Console | None = None, *, is_quiet: bool = False, is_plain: bool = False) -> None:
-        """`is_quiet` shows no metrics: the user has not asked for them, or a notebook's table has them.
+        """`is_quiet` shows no metrics, for gangs whose user has not asked for them.
 
         `is_plain` shows no live lines, which a debugger's prompt would collide with. A notebook gets plain lines.
         """

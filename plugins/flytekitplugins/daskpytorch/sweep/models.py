@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, direction_of, require_extra, shown
 from flytekitplugins.daskpytorch.dask.agents import Allotment
-from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.storage import keys
@@ -32,7 +31,6 @@ from flytekitplugins.daskpytorch.sweep.sweep import (
     counted,
     error_of,
     rows_of,
-    show_live,
 )
 
 if TYPE_CHECKING:
@@ -49,10 +47,7 @@ def train_all(sweep: Sweep) -> ModelFutures:
     models = [sweep.model(index, size, kept.get(index)) for index, size in enumerate(sizes)]
     suffixes = [f"-{index}" for index in range(len(models))]
     sweep.keys = keys.take(sweep.function, sweep.settings.key, suffixes, sweep.execution.task)
-    futures = ModelFutures(sweep, models)
-    if is_notebook():
-        show_live(futures)
-    return futures
+    return ModelFutures(sweep, models)
 
 
 class ModelFutures(Futures[ModelFuture]):

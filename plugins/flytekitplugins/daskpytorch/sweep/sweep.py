@@ -6,13 +6,12 @@ for the next gang of the same size, so large gangs never starve, although small 
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -25,7 +24,6 @@ from flytekitplugins.daskpytorch.display import notebook, training
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.display.journal_file import journal_in
 from flytekitplugins.daskpytorch.display.machine import MachineLog
-from flytekitplugins.daskpytorch.display.notebook import is_notebook
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState, View, watched
 from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.display.training import count, inputs_of
@@ -68,7 +66,7 @@ class Sweep:
     def __post_init__(self) -> None:
         num_models = len(self.experiments)
         self.rungs = Rungs(self.stop_early, num_models) if self.stop_early is not None else None
-        self.board = SweepDisplay(num_models, is_quiet=is_notebook())
+        self.board = SweepDisplay(num_models)
         self.variables = {} if self.wandb is None else wandb_run.variables_of(self.wandb)
         self.settings = replace(self.settings, ranks_per_worker=self.cluster.ranks_per_worker(self.settings))
 
@@ -246,8 +244,8 @@ def status_of(error: BaseException | None) -> Status:
 
 
 class SweepDisplay:
-    def __init__(self, num_models: int, console: Console | None = None, *, is_quiet: bool = False) -> None:
-        self._board = Board(console, is_quiet=is_quiet)
+    def __init__(self, num_models: int, console: Console | None = None) -> None:
+        self._board = Board(console)
         self._num_models = num_models
         self._ended: dict[int, Status] = {}
         self._counted_at = time.monotonic()
@@ -279,7 +277,7 @@ class SweepDisplay:
         text += f"{remark and ' '}{remark}{each and ': '}{each}"
         if streams.is_for_machines():
             streams.say(text, logging.INFO)
-        elif not self._board.is_quiet:
+        else:
             self._board.print(text)
 
 
@@ -309,8 +307,3 @@ def as_html(models: Sequence[ModelFuture]) -> str:
     rows = rows_of(sorted(chosen, key=lambda model: model.index))
     rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
     return f"<p>{counted(models)}</p>{notebook.table_of(rows)}{rest}"
-
-
-def show_live(models: Sequence[ModelFuture]) -> None:
-    """In a notebook, show a table of the models, which a thread updates until all have ended."""
-    notebook.LiveTable(functools.partial(as_html, models)).follow(lambda timeout: not wait(models, timeout).not_done)

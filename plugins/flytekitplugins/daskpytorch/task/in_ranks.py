@@ -185,7 +185,6 @@ class InRanks:
             results=TaskResults(self.task_config.gang.grace_period, current_execution()),
         )
         how, pressed = "failed", ctrl_c.get(CtrlC())
-        shown.show_table()
         try:
             yield shown
             how = "done"

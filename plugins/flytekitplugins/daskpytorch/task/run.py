@@ -203,4 +203,3 @@ class Run:
             unsaid = (PreemptedError,) if self._local is not None else ()  # the outcome says the same
             display = machine.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)
             self.shown = Shown(display=display, state=self.state, observers=[*observers], run=self._local)
-            self.shown.show_table()

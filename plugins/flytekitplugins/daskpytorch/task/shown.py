@@ -1,21 +1,17 @@
-"""Display, page and file places of a gang of a task or of `dispatch`, and tables in notebooks. Runs in the driver."""
+"""Display, page and file places of a gang of a task or of `dispatch`. Runs in the driver."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.display import notebook
 from flytekitplugins.daskpytorch.display.journal_file import journal_in
 from flytekitplugins.daskpytorch.display.run_state import RunState, watched
 from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
-from flytekitplugins.daskpytorch.display.training import GIB
-from flytekitplugins.daskpytorch.process.system import optional
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.display.machine import MachineLog
@@ -33,18 +29,10 @@ class Shown:
     run: LocalRun | None
     journal_folder: Path | None = None
     """None with a local run, whose folder has the journal."""
-    _is_over: threading.Event = field(default_factory=threading.Event)
-    _tables: list[threading.Thread] = field(default_factory=list)
 
     def all_observers(self) -> list[Observer]:
         journal = journal_in(self.run.folder if self.run is not None else self.journal_folder)
         return watched(self.state, [self.display, *journal, *self.observers])
-
-    def show_table(self) -> None:
-        with optional("showing the notebook's table"):
-            if notebook.is_notebook():
-                table = notebook.LiveTable(functools.partial(_table_of, self.state))
-                self._tables.append(table.follow(self._is_over.wait))
 
     @contextlib.contextmanager
     def output_here(self) -> Iterator[None]:
@@ -71,11 +59,8 @@ class Shown:
         return left
 
     def conclude(self, how: str, places: Mapping[str, str] | None = None) -> None:
-        self._is_over.set()
         advice = self.run.advice() if self.run is not None and how != "done" else None
         self.display.conclude(how, {**(places or {}), **self.places()}, advice)
-        for table in self._tables:
-            table.join(notebook.UPDATE_TIMEOUT)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,13 +80,3 @@ class ShownTask(Shown):
 
     def files(self) -> dict[str, str]:
         return self.places() | self.results.profiles()
-
-
-def _table_of(state: RunState) -> str:
-    with state.lock:
-        row: dict[str, Any] = {"training": state.title, "status": state.phase.word}
-        if state.stays and (held := state.memory):
-            row["memory_gib"] = held / GIB
-        if (record := state.values.record) is not None:
-            row["step"] = f"{record.step} of {record.num_steps}" if record.num_steps else record.step
-        return notebook.table_of([notebook.row_of(row, metric=state.values.numbers)])
