@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from flytekitplugins.daskpytorch import RankContext, context, current_rank
-from flytekitplugins.daskpytorch.context import Link, Progress, RankAttempt, StopSignal
+from flytekitplugins.daskpytorch.context import Link, RankAttempt, StopSignal
 from flytekitplugins.daskpytorch.records import LogRecord
 from gangs import Logged
 
@@ -170,16 +170,6 @@ def test_forked_process_gets_a_copy_that_reports_nowhere(rank_2_of_4: RankContex
 # ---- Progress -------------------------------------------------------------------------------------------------------
 
 
-def test_same_step_again_does_not_start_the_count_anew_unless_asked() -> None:
-    progress = Progress()
-    progress.reach(5)
-    progress.move()
-    progress.reach(5)
-    assert progress.num_moves_since == 1
-    progress.reach(5, anew=True)
-    assert (progress.num_moves, progress.num_moves_since) == (4, 0)
-
-
 def test_everything_that_a_rank_calls_is_a_sign_of_life(rank_2_of_4: RankContext) -> None:
     progress = rank_2_of_4.progress
     rank_2_of_4.log({"loss": 1.0})
@@ -208,12 +198,6 @@ def test_rank_that_never_reached_the_call_has_not_stopped() -> None:
     signal.release(2)
     assert [signal(), signal()] == [False, False]
     assert not signal.has_fired
-
-
-def test_a_release_counts_where_nothing_was_held() -> None:
-    signal = StopSignal()
-    signal.release(2)
-    assert [signal() for _ in range(4)] == [False, False, True, True]
 
 
 def test_call_is_held_back_until_the_release() -> None:

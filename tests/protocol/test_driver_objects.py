@@ -58,6 +58,7 @@ MADE_IN_DRIVER = {
     "DistributedDataParallel": lambda: DistributedDataParallel(Linear(2, 2)),
     "DistributedSampler": lambda: sampler(1, 0),
     "Fabric": fabric,
+    "TrainingArguments": lambda: pytest.importorskip("transformers").TrainingArguments(use_cpu=True),
     "ZeroRedundancyOptimizer": lambda: ZeroRedundancyOptimizer(Linear(2, 2).parameters(), SGD, lr=0.1),
 }
 

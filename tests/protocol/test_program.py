@@ -3,7 +3,6 @@
 The rank is an interpreter that does what one does before it joins its gang; it imports no torch.
 """
 
-import logging
 import os
 import pickle
 import socket
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch.protocol.code import pack_code
-from flytekitplugins.daskpytorch.rank.sources import set_up_program
 
 SCRIPT = """
 import inspect
@@ -295,18 +293,3 @@ def test_commands_of_installed_programs_are_not_the_users(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "__main__", pytest_itself)
     code = pack_code()
     assert (code.script, code.program.arguments) == (None, None)
-
-
-def test_a_logger_that_was_asked_before_heeds_the_level_that_the_driver_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A logger remembers what it is enabled for."""
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    for name in ("__main__", "__mp_main__"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    outer, inner = (logging.getLogger(f"asked_before{rest}") for rest in ("", ".inner"))
-    assert not inner.isEnabledFor(logging.DEBUG)
-    outer.setLevel(logging.DEBUG)
-    found = pack_code().program
-    outer.setLevel(logging.WARNING)
-    assert not inner.isEnabledFor(logging.DEBUG)
-    set_up_program(found, None)
-    assert inner.isEnabledFor(logging.DEBUG)

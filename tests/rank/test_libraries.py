@@ -99,13 +99,8 @@ def fabric_with(monkeypatch: pytest.MonkeyPatch, its: Any) -> Any:
     return Fabric
 
 
-def test_a_fabric_of_one_device_may_stand_beside_that_of_all_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    fabric = fabric_with(monkeypatch, strategy(devices=None))
-    with pytest.raises(ValueError, match="does not fit the gang of 4 ranks"):
-        fabric()
-    fabric.strategy = strategy()
-    fabric()
-    fabric.strategy = strategy(devices=None)
+def test_a_fabric_of_all_ranks_is_launched_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = fabric_with(monkeypatch, strategy())
     assert fabric().num_launches == 1
     fabric.strategy = strategy(devices=3)
     with pytest.raises(ValueError, match="does not fit the gang of 4 ranks"):

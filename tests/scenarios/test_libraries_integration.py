@@ -6,7 +6,6 @@ One gang for each kind runs all of `library_examples.py`: the fork servers impor
 import contextlib
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -37,7 +36,7 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol import host
-from pages import PAGES, REPOSITORY, block
+from pages import REPOSITORY, block
 from processes import Cluster, dask_cluster, nothing_left_behind
 
 PACKAGES = {"lightning_trainer": "lightning", "lightning_fabric": "lightning", "fabric_run": "lightning"}
@@ -273,31 +272,7 @@ def test_a_training_that_is_told_to_end_keeps_its_state_and_returns(
     assert ends == {str(stopped.kept[-1])}
 
 
-# ---- What the driver made
-
-
-def world(arguments: Any) -> list[Any]:
-    return [arguments.world_size, arguments.process_index, arguments.device.type]
-
-
-def test_the_drivers_training_arguments_have_the_gangs_world(worker: Client, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert world(arguments) == [1, 0, "cpu"]
-    vars(arguments)["_setup_devices"] = torch.device("meta")  # stands for the driver's GPU
-    made = dispatch.run(worker, world, arguments, gang=TWO_RANKS).result()
-    assert made == [[2, rank, "cpu"] for rank in range(2)]
-
-
 # ---- The guide
-
-
-def test_the_guides_table_says_what_is_tested_here() -> None:
-    names, _, row = PAGES["docs/guides/libraries.md"].split("\n| by | ")[1].split("\n\n")[0].splitlines()
-    launchers = re.findall("`(.*?)`", names.replace("workers of ", ""))
-    assert launchers == list(dict.fromkeys(launcher for launcher, _ in LAUNCHES))
-    tested = [", ".join(str(ranks) for name, ranks in LAUNCHES if name == launcher) for launcher in launchers]
-    assert [cell.strip() for cell in row.split("|")[2:-1]] == tested
 
 
 @pytest.mark.parametrize("library", library_trainings.TRAININGS)

@@ -241,13 +241,6 @@ def test_a_second_run_in_a_process_starts_afresh(project: Path, monkeypatch: pyt
         run_module("count")
 
 
-def test_of_a_module_and_a_folder_of_its_name_pythons_choice_runs(project: Path) -> None:
-    (project / "both").mkdir()
-    for name in ("both/__main__.py", "both.py"):
-        (project / name).touch()
-    assert module_of("both").file == str(project / "both.py")
-
-
 def test_a_module_that_is_not_there_is_refused(project: Path) -> None:
     for name in ("nowhere", "nowhere.train", "torch.nowhere"):
         with pytest.raises(ModuleNotFoundError, match=f"'{name}' that can be run, in {project} or on sys.path"):
@@ -260,31 +253,3 @@ def test_a_module_that_is_not_there_is_refused(project: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match="models"):
         module_of("tools.models")
     assert script_module.as_script(run_module, ("torch.distributed.run",))[1] == ()
-
-
-def test_a_script_ends_without_an_import_of_modules_that_its_libraries_import_lazily(tmp_path: Path) -> None:
-    program = """
-        import sys
-        from types import ModuleType
-
-        class Lazy(ModuleType):
-            def __getattr__(self, name):
-                raise ImportError("the module is not installed")
-
-        sys.modules["imported_lazily"] = Lazy("imported_lazily")
-    """
-    (tmp_path / "train.py").write_text(textwrap.dedent(program))
-    try:
-        run_script(tmp_path / "train.py")
-    finally:
-        sys.modules.pop("imported_lazily", None)
-
-
-def test_a_module_in_the_working_folders_part_of_a_namespace_is_found(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (elsewhere := tmp_path / "elsewhere/parts").mkdir(parents=True)
-    (project / "parts").mkdir()
-    (project / "parts/train.py").touch()
-    monkeypatch.syspath_prepend(str(elsewhere.parent))
-    assert module_of("parts.train").file == str(project / "parts/train.py")

@@ -4,7 +4,7 @@ A class that is unpickled by value belongs to no module, but `all_gather_object`
 need a name. So unpickled functions have the rank's `__main__` as their globals.
 
 Some objects of libraries, such as an `Accelerator`, hold the driver's world size of one. With a copy, each rank would
-train separately. Ranks get other objects in their place, or an error.
+train separately. Ranks refuse them.
 """
 
 import copyreg
@@ -36,8 +36,9 @@ REFUSED = {
     ("torch.distributed.device_mesh", "DeviceMesh"),
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("transformers.training_args", "TrainingArguments"),
 }
-"""Classes whose objects ranks refuse, as no public call changes the driver's world size in them."""
+"""Classes whose objects ranks refuse, as they keep the driver's world size."""
 
 
 def dumps(value: object, aside: list[memoryview] | None = None) -> bytes:
@@ -182,14 +183,6 @@ def _reduce_rank(_: Any) -> Reduced:
     return _current_rank, ()
 
 
-def _reduce_training_arguments(value: Any) -> Reduced:
-    def is_cached(name: str) -> bool:  # the prefix is that of transformers 4, whose cached properties differ
-        return name.startswith("__cached_") or isinstance(getattr(type(value), name, None), functools.cached_property)
-
-    kept = {name: part for name, part in vars(value).items() if not is_cached(name)}
-    return _training_arguments, (type(value), kept | {"distributed_state": None})
-
-
 def _reduce_sampler(value: Any) -> Reduced:
     return _reduce_refused(value) if value.num_replicas == 1 else value.__reduce_ex__(2)
 
@@ -197,7 +190,6 @@ def _reduce_sampler(value: Any) -> Reduced:
 _REDUCERS: dict[tuple[str, str], Callable[[Any], Reduced]] = dict.fromkeys(REFUSED, _reduce_refused) | {
     ("flytekitplugins.daskpytorch.context", "RankContext"): _reduce_rank,
     ("torch.utils.data.distributed", "DistributedSampler"): _reduce_sampler,
-    ("transformers.training_args", "TrainingArguments"): _reduce_training_arguments,
 }
 
 
@@ -218,10 +210,3 @@ def _current_rank() -> Any:
     from flytekitplugins.daskpytorch.context import current_rank
 
     return current_rank()
-
-
-def _training_arguments(cls: Any, kept: dict[str, Any]) -> Any:
-    made = cls.__new__(cls)
-    vars(made).update(kept)
-    _ = made.device  # makes the arguments read the world size again
-    return made

@@ -94,9 +94,8 @@ def one_per_gpu(found: Mapping[str, tuple[str, Sequence[str]]]) -> int:
         worker: max(1, min(len(here), len(gpus[host]) // num_workers[host])) for worker, (host, here) in found.items()
     }
     if len(counts := Counter(shares.values())) > 1:
-        first = {share: worker for worker, share in reversed(shares.items())}
         texts = [
-            f"{share} rank{'s' * (share > 1)} on {first[share]}" + (f" and on {count - 1} more" if count > 1 else "")
+            f"{share} rank{'s' * (share > 1)} on {count} worker{'s' * (count > 1)}"
             for share, count in sorted(counts.items())
         ]
         raise ValueError(

@@ -97,15 +97,11 @@ def _check_trainers(module: ModuleType) -> None:
 
 def _check_fabrics(module: ModuleType) -> None:
     begin = module.Fabric.__init__
-    has_all_ranks = False
 
     @functools.wraps(begin)
     def begin_checked(fabric: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal has_all_ranks
         begin(fabric, *args, **kwargs)
-        if not (has_all_ranks and getattr(fabric.strategy, "parallel_devices", None) is None):
-            _check_strategy("Fabric", fabric.strategy)
-        has_all_ranks = True
+        _check_strategy("Fabric", fabric.strategy)
         if not int(os.environ.get("LT_CLI_USED", "0")):  # else Fabric has launched itself, and refuses the call
             fabric.launch()  # a program for `fabric run` calls no `launch`, and a second call changes nothing
 
