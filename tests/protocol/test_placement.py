@@ -148,11 +148,11 @@ def backend(asked: str, nodes: list[Node], ranks_per_worker: int = 1) -> str:
     [
         ([node("a", gpus=("0", "1")), node("b", gpus=("0", "1"))], 2, "nccl", ""),
         ([node("a", gpus=("0",)), node("b", gpus=("0",))], 1, "nccl", ""),
-        ([node("a"), node("b")], 1, "gloo", "no GPU for rank 0 on a, rank 1 on b"),
-        ([node("a", gpus=("0",)), node("b")], 1, "gloo", "no GPU for rank 1 on b"),
-        ([node("a", gpus=("5",))], 2, "gloo", "a GPU that another rank has for rank 1 on a (GPU 5)"),
-        ([node(each, host="h", gpus=("0",)) for each in "ab"], 1, "gloo", "rank 1 on b (GPU 0)"),
-        ([node("a", gpus=("0",)), node("b")], 2, "gloo", "no GPU for rank 2 on b, rank 3 on b"),
+        ([node("a"), node("b")], 1, "gloo", "rank 0 on a has none, rank 1 on b has none"),
+        ([node("a", gpus=("0",)), node("b")], 1, "gloo", "rank 1 on b has none"),
+        ([node("a", gpus=("5",))], 2, "gloo", "rank 1 on a shares GPU 5"),
+        ([node(each, host="h", gpus=("0",)) for each in "ab"], 1, "gloo", "rank 1 on b shares GPU 0"),
+        ([node("a", gpus=("0",)), node("b")], 2, "gloo", "rank 2 on b has none, rank 3 on b has none"),
     ],
 )
 def test_nccl_needs_a_gpu_of_its_own_for_every_rank(

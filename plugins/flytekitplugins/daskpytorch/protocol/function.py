@@ -57,13 +57,11 @@ def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     except (TypeError, ValueError):  # no signature, as of a few builtins
         return dict(kwargs)
     bound.apply_defaults()
-    names = {each.kind: name for name, each in bound.signature.parameters.items()}
-    found: dict[str, Any] = dict(bound.arguments)
-    rest = names.get(inspect.Parameter.VAR_POSITIONAL, "")
-    if not found.get(rest, True):
-        del found[rest]
-    more: dict[str, Any] = found.pop(names.get(inspect.Parameter.VAR_KEYWORD, ""), {})
-    return found | more
+    found = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(name)
+    return found
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -173,22 +173,20 @@ def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[s
 
 def choose_backend(asked: str, nodes: Sequence[Node], places: Sequence[Sequence[Place]]) -> str:
     """ValueError: nccl was asked for and cannot be."""
-    lacking, shared, taken = [], [], set()
+    without, taken = [], set()
     for node, here in zip(nodes, places, strict=True):
         for place in here:
             if place.gpu is None:
-                lacking.append(f"rank {place.rank} on {node.title}")
+                without.append(f"rank {place.rank} on {node.title} has none")
             elif (key := node.key_of(place.gpu)) in taken:
-                shared.append(f"rank {place.rank} on {node.title} (GPU {place.gpu})")
+                without.append(f"rank {place.rank} on {node.title} shares GPU {place.gpu}")
             else:
                 taken.add(key)
-    if asked == "nccl" and (lacking or shared):
-        found = [f"no GPU for {', '.join(lacking)}"] if lacking else []
-        found += [f"a GPU that another rank has for {', '.join(shared)}"] if shared else []
+    if asked == "nccl" and without:
         raise ValueError(
-            f"backend='nccl' needs a GPU of its own for every rank; found {'; '.join(found)}. "
+            f"backend='nccl' needs a GPU of its own for every rank: {', '.join(without)}. "
             "Ask for GPUs in the workers' limits, lower ranks_per_worker, or use backend='gloo'."
         )
     if asked != "auto":
         return asked
-    return "gloo" if lacking or shared else "nccl"
+    return "gloo" if without else "nccl"
