@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flytekitplugins.daskpytorch.driver.parts import debugger
+from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.debugging import RankFile, find_ranks, listen
+from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging, RankFile, find_ranks, listen
 from flytekitplugins.daskpytorch.protocol.messages import Debugged, Noted
 from simulated_gang import World, raised
 
@@ -62,6 +61,12 @@ def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
     assert stopped(world)
 
 
+def test_a_rank_that_waits_for_an_editor_is_never_hung(world: World) -> None:
+    say(world, 0, Debugged("waits for a debugger"))
+    world.wait(1_000.0)
+    assert not stopped(world)
+
+
 def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
     world = World(tmp_path, start_timeout=60.0)
     world.join_all()
@@ -84,21 +89,23 @@ def test_a_call_of_a_debugger_that_nobody_can_talk_to_is_not_tried_again(world: 
     assert len(world.starts) == 1
 
 
+@pytest.mark.parametrize("text", ["5678", "1:", "0:1,2", "0:0", "0:70000", "0:1,0:2", "x"])
+def test_what_is_no_rank_and_port_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(PORTS_VARIABLE, text)
+    with pytest.raises(ValueError, match="DASKPYTORCH_DEBUGPY="):
+        Debugging.here()
+
+
 @pytest.mark.parametrize(
-    ("settings", "at_terminal", "expected"),
+    ("settings", "expected"),
     [
-        ({}, False, None),
-        ({}, True, timedelta(hours=1)),
-        ({"on_error": "hold", "attach_timeout": 60.0}, False, timedelta(hours=1, seconds=60)),
+        (Gang(), None),
+        (Gang(attach_timeout=60), None),
+        (Gang(on_error="hold", attach_timeout=60), timedelta(hours=1, seconds=60)),
     ],
 )
-def test_collectives_wait_longer_than_a_rank_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, at_terminal: bool, expected: timedelta | None
-) -> None:
-    monkeypatch.setattr(debugger, "has_terminal", lambda: at_terminal)
-    world = World(tmp_path, **settings)
-    world.form()
-    assert world.starts[0].job.group_timeout == expected
+def test_collectives_wait_longer_than_a_rank_is_held(settings: Gang, expected: timedelta | None) -> None:
+    assert Debugging().patience(settings) == expected
 
 
 # ---- The agent's folder

@@ -1,4 +1,4 @@
-"""`breakpoint()` in ranks of a real `pyflyte run`, with and without `daskpytorch attach`."""
+"""`breakpoint()` in ranks of a real `pyflyte run`, with and without `daskpytorch attach`, and editors that attach."""
 
 import os
 import re
@@ -8,7 +8,9 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from dap import Editor
 from processes import SCRIPTS, end, nothing_left_behind, run_program, until
+from seaweed import free_ports
 from test_attach_integration import terminal
 from warm import warm_python
 
@@ -86,6 +88,57 @@ def test_without_a_terminal_the_rank_waits_and_then_says_what_to_do(tmp_path: Pa
     assert done.returncode == 1
     assert "up to 3 s for a terminal. The gang holds its 2 ranks meanwhile. Attach on that machine by:" in told
     assert "for 3 s (Gang(attach_timeout=...)) no terminal was attached to its debugger, as by `daskpytorch" in told
-    assert "DASKPYTORCH_DEBUG=1" in told
+    assert "DASKPYTORCH_DEBUGPY=1:5678" in told
     assert "starting again" not in told
     assert told.count("starting 2 ranks") == 1
+
+
+MODULE = """
+import torch
+import torch.distributed as dist
+from flytekitplugins.daskpytorch import current_rank
+
+
+def step(number):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total  # here an editor has its breakpoint
+"""
+HERE = 1 + [line.endswith("breakpoint") for line in MODULE.splitlines()].index(True)
+STEPS = """
+from flytekit import task
+from flytekitplugins.daskpytorch import DaskDDP, Gang
+from package.module import step
+
+@task(task_config=DaskDDP(gang=Gang(hang_timeout=1.0)))
+def train() -> int:
+    return sum(int(step(number)) for number in range(3))
+"""
+
+
+def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    module = tmp_path / "package/module.py"
+    module.write_text(MODULE)
+    (tmp_path / "workflow.py").write_text(STEPS)
+    port = free_ports(1)[0]
+    command = [SCRIPTS / "pyflyte", "run", "workflow.py", "train"]
+    environment = os.environ | {"DASKPYTORCH_DEBUGPY": f"1:{port}", "PYTHONPATH": str(tmp_path)}
+    with (tmp_path / "log").open("wb") as log:
+        run = warm_python().start(command, cwd=tmp_path, stdout=log, stderr=log, env=environment)
+    try:
+        editor = Editor(port)
+        [found] = editor.break_at(module, HERE)
+        assert found["verified"], found
+        editor.begin()
+        thread, frame = editor.stop()
+        assert (frame["name"], frame["line"], frame["source"]["path"]) == ("step", HERE, str(module))
+        assert editor.evaluate(frame, "(current_rank().rank, int(total))") == "(1, 2)"
+        editor.break_at(module)
+        editor.ask("continue", threadId=thread)
+        assert run.wait() == 0, (tmp_path / "log").read_text()
+        editor.close()
+    finally:
+        end(run)
+    assert f"rank 1 waits for a debugger at 127.0.0.1:{port}" in (tmp_path / "log").read_text()

@@ -33,6 +33,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import (
     save_of,
 )
 from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure, StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import (
@@ -359,6 +360,7 @@ class World:
             observers,
             self.received,
             self._evaluate,
+            Debugging(has_terminal=True),
             asked_at=self.clock(),
             clock=self.clock,
             running_clock=RunningClock(self.clock) if may_stand_still else None,

@@ -211,6 +211,7 @@ KEY = must_be(
 DISTRIBUTION = "flytekitplugins-daskpytorch"
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "dataframe": ("pandas", "pyarrow"),
+    "debug": ("debugpy",),
     "flyte2": ("flyte", "flyteplugins.dask"),
     "lightning": ("lightning",),
     "mlflow": ("mlflow", "PIL"),

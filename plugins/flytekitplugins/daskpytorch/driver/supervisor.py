@@ -33,6 +33,7 @@ from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import MAX_FILES, allow_files, check_system
 from flytekitplugins.daskpytorch.protocol import host, journal, messages
 from flytekitplugins.daskpytorch.protocol.code import pack_code
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observers
@@ -54,6 +55,7 @@ def assemble(
     observers: Observers,
     received: ReceivedResults,
     make: MakeGang,
+    debugging: Debugging,
     *,
     asked_at: float,
     clock: Callable[[], float] = time.monotonic,
@@ -65,7 +67,7 @@ def assemble(
         state,
         checkpoints=Checkpoints(state, committer),
         evaluator=Evaluator(state, committer.vault, make),
-        debugger=Debugger(state),
+        debugger=Debugger(state, debugging),
         accounting=Accounting(state, clock, committer.vault),
     )
     calls = [request.calls] if isinstance(request.calls, Calls) else []
@@ -127,6 +129,7 @@ class Supervisor:
         if self._staying is not None:
             self._staying.post = self._calls.put
         self._asked_at = time.monotonic()
+        self._debugging = Debugging.here() if request.start is None else Debugging()
         self._brain: Brain | None = None
 
     def cancel(self) -> None:
@@ -223,6 +226,7 @@ class Supervisor:
             self._observers,
             self.received,
             Supervisor,
+            self._debugging,
             asked_at=self._asked_at,
             running_clock=RunningClock(),
         )

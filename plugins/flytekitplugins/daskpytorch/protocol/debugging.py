@@ -1,4 +1,4 @@
-"""The way from a terminal to a rank's debugger.
+"""Debuggers in ranks: the driver's settings for them, and the way from a terminal to a rank's debugger.
 
 A terminal has the command `daskpytorch attach`, on the rank's machine.
 
@@ -15,22 +15,63 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import stat
 import tempfile
 import termios
 import tty
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Self
 
 from flytekitplugins.daskpytorch.process.folders import replacing
+from flytekitplugins.daskpytorch.settings import Gang
 
+PORTS_VARIABLE = "DASKPYTORCH_DEBUGPY"
+"""Ranks that wait for an editor's debugger, and their ports: `0:5678,1:5679`."""
+RANKS_AND_PORTS = re.compile(r"(?:^|,)\s*(\d{1,6}):(\d{1,5})\s*(?=,|$)", re.ASCII)
+MAX_PORT = 65_535
+AT_TERMINAL = timedelta(hours=1)
+"""Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
+debugger's prompt, and a longer timeout would hide a real hang."""
+IN_EDITOR = timedelta(days=7)
 LEAVE = b"\x1d"
 """Ctrl-] in raw mode, by which the user leaves a rank at its prompt."""
 INTERRUPT = b"\x03"
 READ_SIZE = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debugging:
+    has_terminal: bool = False
+    ports: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls) -> Self:
+        return cls(has_terminal=has_terminal(), ports=_ports(os.environ.get(PORTS_VARIABLE, "")))
+
+    def patience(self, settings: Gang) -> timedelta | None:
+        """Return the timeout of collectives while a person may debug a rank, or None for the backend's own."""
+        if self.ports:
+            return IN_EDITOR
+        if settings.on_error == "hold":
+            return AT_TERMINAL + timedelta(seconds=settings.attach_timeout)
+        return AT_TERMINAL if self.has_terminal else None
+
+
+def _ports(text: str) -> dict[int, int]:
+    found = RANKS_AND_PORTS.findall(text)
+    ports = {int(rank): int(port) for rank, port in found if 0 < int(port) <= MAX_PORT}
+    if len(ports) != (text.count(",") + 1 if text.strip() else 0):
+        raise ValueError(
+            f"{PORTS_VARIABLE}={text!r}: must be a rank and a port from 1 to {MAX_PORT}, such as 1:5678, or several "
+            "with commas between them, such as 0:5678,1:5679"
+        )
+    return ports
 
 
 # ---- The agent's folder

@@ -3,13 +3,13 @@
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.system import without_nannys
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.payload import Address
@@ -42,8 +42,7 @@ class Job:
     sharding: Sharding = field(default_factory=lambda: Sharding(base="", nonce=""))
     kept: Sequence[SavedCheckpoint] = ()
     storage: str | None = None
-    group_timeout: timedelta | None = None
-    """Timeout of the default process group's collectives, or None for the backend's own."""
+    debugging: Debugging = field(default_factory=Debugging)
     host: bytes | None = field(default=None, repr=False)
     """Pickled `RankHost`, which converts a Flyte task's inputs and outputs, or None for gangs of `dispatch`."""
     execution: bytes | None = field(default=None, repr=False)

@@ -1,4 +1,4 @@
-"""`breakpoint()` in a rank, at a terminal that attaches. Runs in a rank.
+"""Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
 A rank that calls pdb waits until `daskpytorch attach` attaches a terminal. While a prompt is shown, a
 pseudo-terminal is its standard input, output and error.
@@ -23,9 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.debugging import INTERRUPT, RankFile, listen
+from flytekitplugins.daskpytorch.protocol.debugging import INTERRUPT, PORTS_VARIABLE, RankFile, listen
 from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 
 MAX_SAID = 200
+HOST = "127.0.0.1"
+"""Only loopback, as whoever connects can run any code."""
 
 
 class Prompt:
@@ -91,7 +94,8 @@ class Prompt:
         return NoDebuggerError(
             f"rank {self.rank} {where}, and for {self.timeout:g} s (Gang(attach_timeout=...)) no terminal was "
             f"attached to its debugger, as by `daskpytorch attach {self.rank}` on its machine, {os.uname().nodename}. "
-            f"Or run with {DEBUG_VARIABLE}=1 in the calling process. PYTHONBREAKPOINT=0 passes breakpoint() over."
+            f"Or run with {DEBUG_VARIABLE}=1 in the calling process, or with an editor and "
+            f"{PORTS_VARIABLE}={self.rank}:5678. PYTHONBREAKPOINT=0 passes breakpoint() over."
         )
 
 
@@ -127,6 +131,22 @@ def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
 def explain(error: BaseException, rank: int) -> None:
     if isinstance(error, bdb.BdbQuit) and not error.args:
         error.args = (f"rank {rank} was quit in its debugger, and all others with it",)
+
+
+def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:
+    rank = order.place.rank
+    if (port := order.job.debugging.ports.get(rank)) is None:
+        return
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning of Python's frozen modules
+    require_extra("debug", f"{PORTS_VARIABLE} (rank {rank})")
+    import debugpy  # noqa: T100
+
+    debugpy.listen((HOST, port))  # noqa: T100
+    host = os.uname().nodename
+    text = f"waits for a debugger at {HOST}:{port} of {host}; attach, and it begins"
+    send(messages.Noted(text))
+    send(messages.Debugged(text))
+    debugpy.wait_for_client()  # noqa: T100
 
 
 # ---- The pseudo-terminal

@@ -81,6 +81,7 @@ def main(channel: Connection) -> int:
 
 def _expect(order: RankOrder, link: GangLink, listener: int | None, prompt: debugger.Prompt) -> None:
     debugger.watch_pdb(prompt)
+    debugger.wait_for_editor(order, link.send)
     take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
     report = functools.partial(liveness.send_collectives, link)
     on_formed = functools.partial(liveness.call_before_abort, report)

@@ -186,7 +186,8 @@ def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, A
     store = PrefixStore(str(member.num_groups), member.store)
     member.num_groups += 1
     place = {"world_size": member.place.world_size, "rank": member.place.rank, "store": store}
-    timeout = member.job.group_timeout if asked["timeout"] is None else asked["timeout"]
+    own = member.job.debugging.patience(member.job.settings)  # None: the backend's
+    timeout = own if asked["timeout"] is None else asked["timeout"]
     form(**{**asked, "backend": backend, "init_method": None, "timeout": timeout, **place})
     if backend == ON_GPUS:
         torch_parts.name_default_group("nccl")

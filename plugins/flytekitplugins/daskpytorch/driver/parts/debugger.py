@@ -1,35 +1,28 @@
 """Debugged ranks: they do not count as hung, and the user hears how to attach a terminal. Runs in the driver."""
 
 from dataclasses import replace
-from datetime import timedelta
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.protocol.debugging import has_terminal
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Debugged
-
-AT_TERMINAL = timedelta(hours=1)
-"""Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
-debugger's prompt, and a longer timeout would hide a real hang."""
 
 
 class Debugger(Part):
     takes = (Debugged,)
 
-    def __init__(self, state: GangState) -> None:
-        self._settings = state.request.settings
+    def __init__(self, state: GangState, debugging: Debugging) -> None:
+        self._debugging = debugging
+        self._attach_timeout = state.request.settings.attach_timeout
         self._observers = state.observers
         self._debugged: set[int] = set()
 
     def equip(self, job: Job) -> Job:
-        timeout = AT_TERMINAL if has_terminal() else None
-        if self._settings.on_error == "hold":
-            timeout = AT_TERMINAL + timedelta(seconds=self._settings.attach_timeout)
-        return replace(job, group_timeout=timeout)
+        return replace(job, debugging=self._debugging)
 
     def begin(self, attempt: Attempt) -> None:
         self._debugged.clear()
@@ -53,7 +46,7 @@ class Debugger(Part):
     def _tell_user(self, attempt: Attempt, rank: int, why: str) -> None:
         places = attempt.places
         self._observers.note(
-            f"rank {rank} ({places[rank][1].host}) {why}, and waits up to {self._settings.attach_timeout:g} s for a "
+            f"rank {rank} ({places[rank][1].host}) {why}, and waits up to {self._attach_timeout:g} s for a "
             f"terminal. The gang holds its {len(places)} ranks meanwhile. "
             f"Attach on that machine by: daskpytorch attach {rank}"
         )
