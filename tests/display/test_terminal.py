@@ -266,6 +266,22 @@ def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys:
     ]
 
 
+def test_the_display_steps_aside_for_a_debugger_and_comes_back() -> None:
+    display = begun(Console(file=(text := io.StringIO()), force_terminal=True, width=200, highlight=False))
+    bars = display._board.bars
+    To(display).debugging(1)
+    shown = text.getvalue()
+    To(display).wrote(0, ["said meanwhile"])
+    To(display).logged(record(0, loss=1.0))
+    assert text.getvalue() == shown
+    assert not bars.live.is_started
+    To(display).debugging(None)
+    assert "[rank 0] said meanwhile" in text.getvalue()
+    To(display).logged(record(1, loss=1.0))
+    assert bars.live.is_started
+    To(display).ended(None)
+
+
 def test_a_terminal_shows_the_call_of_a_gang_that_stays_or_the_memory_that_it_holds() -> None:
     display = ProgressDisplay(Board(Console(file=io.StringIO(), width=200, force_terminal=True)), "gang")
     To(display).placed(SHAPE)

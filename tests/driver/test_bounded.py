@@ -129,13 +129,12 @@ def usage(rank: int, number: int) -> RankUsage:
 
 
 @pytest.mark.parametrize("make", [Display, ProgressDisplay])
-def test_output_of_ranks_during_a_notebooks_cell(
+def test_output_of_ranks_while_a_debugger_has_the_terminal(
     make: Callable[[Board], Observer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "MAX_HELD", 100)
-    board = Board(Console(file=None, quiet=True))
-    board.hold(is_held=True)
-    display = make(board)
+    display = make(Board(Console(file=None, quiet=True)))
+    To(display).debugging(1)
     assert_bounded(display, lambda number: To(display).wrote(0, [f"line {number}"]))
 
 

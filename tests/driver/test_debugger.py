@@ -1,9 +1,10 @@
-"""Debugged ranks are not hung. Others cannot open a rank's debugger."""
+"""Debugged ranks are not hung, and one at a time has the driver's terminal. Others cannot open a rank's debugger."""
 
 import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from flytekitplugins.daskpytorch import Gang
+from flytekitplugins.daskpytorch.driver.parts import debugger as module
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.protocol import messages
+from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging, RankFile, find_ranks, listen
 from flytekitplugins.daskpytorch.protocol.messages import Debugged, Noted
+from processes import until
 from simulated_gang import World, raised
 
 STOPS = Debugged("stops at train.py:31 (step)", needs_terminal=True)
@@ -51,7 +54,7 @@ def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
     [note] = how_to_attach(world)
     assert note.startswith("train: rank 1 (tcp://10.0.0.2:1) stops at train.py:31 (step), and waits up to 300 s")
     assert note.endswith(": daskpytorch attach 1")
-    say(world, 1, Debugged())
+    say(world, 1, Debugged(steps=True))
     say(world, 1, replace(STOPS, needs_terminal=False))
     assert how_to_attach(world) == [note]
     say(world, 1, Debugged())
@@ -106,6 +109,86 @@ def test_what_is_no_rank_and_port_is_refused(monkeypatch: pytest.MonkeyPatch, te
 )
 def test_collectives_wait_longer_than_a_rank_is_held(settings: Gang, expected: timedelta | None) -> None:
     assert Debugging().patience(settings) == expected
+
+
+# ---- The driver's terminal
+
+
+class Desk:
+    """The driver's terminal, and two ranks on its machine."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world = world
+        self.folder = folder
+        """The ranks that had the terminal, as observers have heard."""
+        self.leaves = [threading.Event(), threading.Event()]
+        """For each rank, set once it gives the terminal back."""
+
+    def talk(self, folder: Path, rank: int, _: bytes) -> bool:
+        assert folder == self.folder
+        assert self.leaves[rank].wait(60)
+        return False
+
+    def stop(self, rank: int) -> None:
+        """A rank of this machine stops at a prompt, and waits for a terminal."""
+        self.leaves[rank].clear()
+        say(self.world, rank, replace(STOPS, folder=str(self.folder)))
+
+    @property
+    def shown(self) -> list[int | None]:
+        return [event.rank for event in self.world.watcher.events if isinstance(event, journal.Prompted)]
+
+    def is_shown(self, *ranks: int | None) -> None:
+        """Wait until these ranks have had the terminal."""
+
+        def is_reached() -> bool:
+            self.world.feed()
+            return self.shown == [*ranks]
+
+        until(is_reached, lambda: str(self.shown))
+
+
+@pytest.fixture
+def desk(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    desk = Desk(world, tmp_path)
+    monkeypatch.setattr(module, "has_terminal", lambda: True)
+    monkeypatch.setattr(module, "talk", desk.talk)
+    yield desk
+    for leaves in desk.leaves:
+        leaves.set()
+    world.debugger.end()
+
+
+def test_one_rank_after_the_other_has_the_terminal(desk: Desk) -> None:
+    desk.stop(1)
+    desk.is_shown(1)
+    desk.stop(0)
+    say(desk.world, 1, replace(STOPS, needs_terminal=False))  # after a step
+    desk.leaves[1].set()
+    desk.is_shown(1, None, 0)
+    desk.stop(1)
+    desk.leaves[0].set()
+    desk.is_shown(1, None, 0, None, 1)
+    assert not how_to_attach(desk.world)
+
+
+@pytest.mark.parametrize("report", [Debugged(), replace(STOPS, needs_terminal=False), None])
+def test_rank_that_needs_no_terminal_any_more_gets_none(desk: Desk, report: Debugged | None) -> None:
+    desk.stop(1)
+    desk.is_shown(1)
+    desk.stop(0)
+    if report is None:
+        desk.world.leave(desk.world.connected()[0], 0, -9)
+    else:
+        say(desk.world, 0, report)  # a user has attached another terminal
+    desk.leaves[1].set()
+    desk.is_shown(1, None)
+
+
+def test_held_rank_does_not_take_the_terminal(desk: Desk) -> None:
+    say(desk.world, 1, STOPS)
+    assert len(how_to_attach(desk.world)) == 1
+    assert desk.shown == []
 
 
 # ---- The agent's folder

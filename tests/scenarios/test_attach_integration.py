@@ -21,6 +21,7 @@ import torch.distributed as dist
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from gangs import Notes, on_this_machine
 from processes import end, nothing_left_behind, until
+from test_debugger_integration import interrupt
 
 COMMAND = ("-m", "flytekitplugins.daskpytorch")
 STOPS = """
@@ -76,15 +77,6 @@ def terminal(*words: str) -> pexpect.spawn:
     return pexpect.spawn(
         sys.executable, [*COMMAND, "attach", *words], timeout=100, encoding="utf-8", dimensions=(40, 200)
     )
-
-
-def interrupt(terminal: pexpect.spawn, answer: str) -> None:
-    """Press Ctrl-C, again where Python misses it: a signal between its prompt and its wait for a key waits for that."""
-    for _ in range(10):
-        terminal.sendintr()
-        if terminal.expect_exact([answer, pexpect.TIMEOUT], timeout=20) == 0:
-            return
-    raise AssertionError(f"no {answer}: {terminal.before}")
 
 
 def said(terminal: pexpect.spawn, line: str) -> str:

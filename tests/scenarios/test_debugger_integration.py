@@ -1,4 +1,4 @@
-"""`breakpoint()` in ranks of a real `pyflyte run`, with and without `daskpytorch attach`, and editors that attach."""
+"""`breakpoint()` in ranks of a real `pyflyte run`, with and without a terminal, and editors that attach."""
 
 import os
 import re
@@ -9,9 +9,8 @@ import pexpect
 import pytest
 
 from dap import Editor
-from processes import SCRIPTS, end, nothing_left_behind, run_program, until
+from processes import SCRIPTS, end, nothing_left_behind, run_program
 from seaweed import free_ports
-from test_attach_integration import terminal
 from warm import warm_python
 
 PROGRAM = """
@@ -44,41 +43,72 @@ def clean() -> Iterator[None]:
         yield
 
 
-def test_two_ranks_step_over_a_collective_and_quitting_one_ends_the_run_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))  # this test's gang alone
-    (tmp_path / "train.py").write_text(PROGRAM.replace("attach_timeout=3.0", "attach_timeout=200.0"))
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        command = [SCRIPTS / "pyflyte", "run", "train.py", "train", "--debugged", "[0, 1]"]
-        run = warm_python().start(command, cwd=tmp_path, stdout=file, stderr=file, env=os.environ)
-    try:
-        terminals = []
-        for rank in (0, 1):
-            until(lambda: f": daskpytorch attach {rank}" in log.read_text(), log.read_text)  # noqa: B023
-            terminals.append(attached := terminal(str(rank)))
-            attached.expect_exact(f"(Pdb rank {rank}) ")
-            attached.sendline("p weight")
-            attached.expect_exact(f"\r\n{10 + rank}\r\n(Pdb rank {rank}) ")
-            attached.sendline("next")
-            attached.expect_exact("-> dist.all_reduce(total)")
-        for attached in terminals:
-            attached.sendline("next")
-        for rank, attached in enumerate(terminals):
-            attached.expect_exact("-> if rank.rank in debugged:")
-            attached.expect_exact(f"(Pdb rank {rank}) ")
-        terminals[1].sendline("q")
-        for attached in terminals:
-            attached.expect(pexpect.EOF)
-        assert run.wait() == 1
-    finally:
-        end(run)
-    told = " ".join(re.sub(r"[│╭╰─]", "", log.read_text()).split())
-    assert "[rank 0] here comes 0" in told
-    assert "rank 1 was quit in its debugger, and all others with it" in told
-    assert "Not started again, because another attempt would end in the same way." in told
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
+    """A shell in a terminal, in the program's folder."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    shell = pexpect.spawn("bash --norc", cwd=tmp_path, timeout=200, encoding="utf-8", dimensions=(40, 200))
+    shell.sendline("PS1='shell''> '; bind 'set enable-bracketed-paste off'")
+    shell.expect("shell> ")
+    yield shell
+    shell.close(force=True)
+
+
+def start(terminal: pexpect.spawn, *debugged: int) -> None:
+    terminal.sendline(f"{SCRIPTS}/pyflyte run train.py train --debugged '{list(debugged)}'")
+
+
+def said(terminal: pexpect.spawn, line: str, rank: int) -> str:
+    """The answer of a rank's debugger."""
+    terminal.sendline(line)
+    terminal.expect_exact(f"(Pdb rank {rank}) ")
+    return str(terminal.before)
+
+
+def interrupt(terminal: pexpect.spawn, answer: str) -> None:
+    """Press Ctrl-C, again where Python misses it: a signal between its prompt and its wait for a key waits for that."""
+    for _ in range(10):
+        terminal.sendintr()
+        if terminal.expect_exact([answer, pexpect.TIMEOUT], timeout=20) == 0:
+            return
+    raise AssertionError(f"no {answer}: {terminal.before}")
+
+
+def test_one_rank_at_a_time_talks_to_the_terminal(terminal: pexpect.spawn) -> None:
+    start(terminal, 0, 1)
+    terminal.expect(r"\(Pdb rank (\d)\) ")
+    first = int(terminal.match[1])
+    assert f"[rank {first}] here comes {first}" in terminal.before
+    assert f"\r\n{10 + first}\r\n" in said(terminal, "p weight", first)
+    interrupt(terminal, "--KeyboardInterrupt--")
+    terminal.expect_exact(f"(Pdb rank {first}) ")
+    terminal.sendline("import time; print('sle' + 'eps'); time.sleep(600)")
+    terminal.expect_exact("sleeps")  # a Ctrl-C before the line is read takes it away
+    interrupt(terminal, "KeyboardInterrupt")
+    terminal.expect_exact(f"(Pdb rank {first}) ")
+    assert "all_reduce" in said(terminal, "next", first)
+    second = 1 - first
+    assert f"\r\n{10 + second}\r\n" in said(terminal, "next", second) + said(terminal, "p weight", second)
+    for _ in range(4):  # two prompts are left, of which either may come first
+        terminal.sendline("continue")
+        if terminal.expect([r"\(Pdb rank \d\) ", "shell> "]) == 1:
+            break
+    assert "train: done" in terminal.before
+    assert "2.0" in terminal.before
+
+
+def test_quitting_ends_the_run_once_and_leaves_the_terminal_as_it_was(terminal: pexpect.spawn) -> None:
+    start(terminal, 1)
+    terminal.expect_exact("(Pdb rank 1) ")
+    terminal.sendline("q")
+    terminal.expect_exact("shell> ")
+    said = re.sub(r"\x1b\[[\d;]*m", "", terminal.before)
+    assert "rank 1 was quit in its debugger, and all others with it" in said
+    assert "Not started again, because another attempt would end in the same way." in said
+    assert "(Pdb" not in said
+    terminal.sendline("stty -a")
+    terminal.expect_exact("shell> ")
+    assert re.search(r"\sicanon\s.*\secho\s", terminal.before, re.DOTALL)
 
 
 def test_without_a_terminal_the_rank_waits_and_then_says_what_to_do(tmp_path: Path) -> None:

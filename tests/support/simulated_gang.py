@@ -366,7 +366,8 @@ class World:
             running_clock=RunningClock(self.clock) if may_stand_still else None,
         )
         self.state, self.saving, self.evaluator = gang.state, gang.checkpoints, gang.evaluator
-        self.accounting, self.accountant = gang.accounting, gang.accounting.accountant
+        self.debugger, self.accounting = gang.debugger, gang.accounting
+        self.accountant = gang.accounting.accountant
         self.brain = Brain(self.state, Code(archive=b"sources", digest="d"))
         self.decide()
 

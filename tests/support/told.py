@@ -81,6 +81,9 @@ class To:
     def accounted(self, goodput: Goodput) -> None:
         self.event(journal.Accounted(goodput=goodput))
 
+    def debugging(self, rank: int | None) -> None:
+        self.event(journal.Prompted(rank=rank))
+
     def restarting(self, reason: str, step: int | None, kind: str | None = "exit") -> None:
         self.event(journal.Restarted(reason=reason, step=step, kind=kind))
 

@@ -46,7 +46,7 @@ def attach(gang: str, rank: int | None) -> None:
     A rank waits for a terminal at breakpoint(), and after an exception with --on-error hold. Exit code 1 if RANK does
     not wait, or there is no rank.
     """
-    from flytekitplugins.daskpytorch.protocol.debugging import find_ranks, has_terminal, talk
+    from flytekitplugins.daskpytorch.protocol.debugging import USER, find_ranks, has_terminal, talk
 
     found = [(folder, file) for folder, file in find_ranks() if file.gang.startswith(gang)]
     chosen = [(folder, file) for folder, file in found if rank in (None, file.rank)]
@@ -79,7 +79,7 @@ def attach(gang: str, rank: int | None) -> None:
         flush=True,
     )
     try:
-        has_left = talk(folder, rank)
+        has_left = talk(folder, rank, USER)
     except OSError as error:
         raise click.ClickException(f"rank {rank} has left its debugger: {error}") from error
     print("\ndetached" if has_left else "\nthe rank has ended or goes on, or another terminal was attached to it")

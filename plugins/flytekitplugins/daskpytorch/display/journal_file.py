@@ -52,7 +52,7 @@ class Journal(Observer):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._began_at = event.time
             self._file = (self._folder / (self._name or f"{event.training.id}.jsonl")).open("a", encoding="utf-8")
-        if self._file is None or isinstance(event, journal.Wrote):
+        if self._file is None or isinstance(event, (journal.Wrote, journal.Prompted)):
             return
         if isinstance(event, journal.Logged) and event.record.rank != 0:
             return

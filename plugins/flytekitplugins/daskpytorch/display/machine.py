@@ -53,7 +53,7 @@ class MachineLog(View):
                     said = streams.object_in(line) or {"event": "output", "text": line}
                     level = logging.getLevelNamesMapping().get(str(said.pop("level", "")), logging.INFO)
                     streams.tell(str(said.pop("event")), {**said, **self._about(event.rank)}, level)
-            case journal.Accounted():  # the last account comes with the end
+            case journal.Prompted() | journal.Accounted():  # the last account comes with the end
                 pass
             case journal.Logged():
                 self._log(event, logging.INFO if event.record.rank == 0 else logging.DEBUG, event.record.rank)

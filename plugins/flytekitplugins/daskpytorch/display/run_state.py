@@ -189,7 +189,7 @@ class RunState(Observer):
     # ---- The fold
 
     def on_event(self, event: journal.Event) -> None:
-        if isinstance(event, journal.Wrote):
+        if isinstance(event, (journal.Wrote, journal.Prompted)):
             return
         if isinstance(event, journal.Logged) and event.record.rank != 0:
             return

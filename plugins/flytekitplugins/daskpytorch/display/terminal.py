@@ -66,7 +66,10 @@ def in_a_line(error: Exception) -> str:
 PLAIN_INTERVAL = 10.0
 """Seconds between two lines with metrics outside a terminal. A new epoch or a held-out metric is shown at once."""
 MAX_HELD = 10_000
-"""Lines that wait until the end of a cell with `%%ranks`. Older lines are dropped."""
+"""Lines that wait while a rank's debugger has the terminal, or until the end of a cell with `%%ranks`.
+
+Older lines are dropped.
+"""
 MIN_CALL = 1.0
 
 
@@ -146,6 +149,7 @@ class Display(View):
         self._name = name
         self._mark = mark
         self._line: TaskID | None = None
+        self._is_debugging = False
         self._shown_at = -math.inf
         self._epoch: int | None = None
 
@@ -157,6 +161,8 @@ class Display(View):
             case journal.Wrote():
                 text = "\n".join(f"[{self._mark}rank {event.rank}] {line}" for line in event.lines)
                 self._board.print(text, is_output=True)
+            case journal.Prompted():
+                self._hold(event.rank)
             case journal.Logged():
                 self._show_record(event.record)
             case journal.Restarted():
@@ -172,6 +178,11 @@ class Display(View):
 
     def say(self, text: str) -> None:
         self._board.print(f"{self._title}: {text}")
+
+    def _hold(self, rank: int | None) -> None:
+        if self._is_debugging != (rank is not None):
+            self._is_debugging = rank is not None
+            self._board.hold(is_held=self._is_debugging)
 
     def _show_record(self, record: LogRecord) -> None:
         if record.rank != 0 or self._board.is_quiet:
@@ -206,6 +217,7 @@ class Display(View):
             self._board.print(f"{how}{in_a_line(error)}")
 
     def _close_line(self) -> None:
+        self._hold(None)
         if self._line is not None:
             self._board.remove(self._line)
             self._line = None

@@ -231,6 +231,7 @@ class Supervisor:
             running_clock=RunningClock(),
         )
         listener.listen(gang.state)
+        stack.callback(gang.debugger.end)
         stack.callback(listener.end)
         stack.callback(listener.dismiss, messages.Close(), gang.state.deadlines.dismiss)
         return gang

@@ -1,9 +1,9 @@
 """Debuggers in ranks: the driver's settings for them, and the way from a terminal to a rank's debugger.
 
-A terminal has the command `daskpytorch attach`, on the rank's machine.
+A terminal is the driver's own, or one with the command `daskpytorch attach`, on the rank's machine.
 
     terminal                                      rank, in the folder of its agent, which only this user can open
-      │ ─── connection ─────────────────────────▶ │ socket `debugger-1`
+      │ ─── connection, who it is ──────────────▶ │ socket `debugger-1`
       │ ◀── pseudo-terminal of pdb ────────────── │
       │ ─── a byte for each Ctrl-C ─────────────▶ │ SIGINT
       │ ◀── end of the connection ─────────────── │ goes on, or another terminal was attached
@@ -39,6 +39,8 @@ AT_TERMINAL = timedelta(hours=1)
 """Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
 debugger's prompt, and a longer timeout would hide a real hang."""
 IN_EDITOR = timedelta(days=7)
+DRIVER, USER = b"d", b"u"
+"""First byte of the driver's terminal, which is detached when the rank leaves its prompt, and of other terminals."""
 LEAVE = b"\x1d"
 """Ctrl-] in raw mode, by which the user leaves a rank at its prompt."""
 INTERRUPT = b"\x03"
@@ -136,8 +138,8 @@ def has_terminal() -> bool:
     return False
 
 
-def talk(folder: Path, rank: int) -> bool:
-    """Attach this terminal to a rank's debugger. Return True if the user has left by Ctrl-].
+def talk(folder: Path, rank: int, who: bytes) -> bool:
+    """Attach this terminal to a rank's debugger. Return True if the user has left by Ctrl-], or the terminal is gone.
 
     Raises OSError if the rank has ended, or has yet to call a debugger.
     """
@@ -145,16 +147,17 @@ def talk(folder: Path, rank: int) -> bool:
         connection = stack.enter_context(socket.socket(socket.AF_UNIX))
         with _private(folder) as opened:
             connection.connect(f"{opened}/debugger-{rank}")
+        connection.send(who)
         _, keyboards, *_ = socket.recv_fds(connection, 1, 1)
         if not keyboards:
-            raise ConnectionResetError("the rank has ended")
+            raise ConnectionRefusedError("another terminal is attached")
         stack.callback(os.close, keyboards[0])
         modes = termios.tcgetattr(0)
         tty.setraw(0)
         stack.callback(termios.tcsetattr, 0, termios.TCSADRAIN, modes)
         with contextlib.suppress(OSError, termios.error):
             return _pass_on(connection, keyboards[0])
-    return False
+    return not has_terminal()
 
 
 def _pass_on(connection: socket.socket, keyboard: int) -> bool:

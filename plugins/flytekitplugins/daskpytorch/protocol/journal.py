@@ -213,6 +213,13 @@ class Accounted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prompted(Event):
+    """A rank's debugger takes the terminal, or gives it back (None). Not in the journal's file."""
+
+    rank: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Restarted(Event):
     reason: str
     step: int | None

@@ -132,7 +132,11 @@ class Debugged:
 
     state: str = ""
     """Reason after the words `rank N`, or empty if the rank has left the prompt."""
+    folder: str | None = None
+    """The agent's folder if the driver may attach its terminal there."""
     needs_terminal: bool = False
+    steps: bool = False
+    """The rank has left the prompt, and soon shows its next one, as after `next`."""
 
 
 @dataclass(frozen=True)

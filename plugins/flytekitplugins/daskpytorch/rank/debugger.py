@@ -1,6 +1,6 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
-A rank that calls pdb waits until `daskpytorch attach` attaches a terminal. While a prompt is shown, a
+A rank that calls pdb waits until the driver or `daskpytorch attach` attaches a terminal. While a prompt is shown, a
 pseudo-terminal is its standard input, output and error.
 """
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.debugging import INTERRUPT, PORTS_VARIABLE, RankFile, listen
+from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, INTERRUPT, PORTS_VARIABLE, RankFile, listen
 from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE
 
@@ -70,22 +70,28 @@ class Prompt:
         finally:
             self.failure = None
 
-    def show(self, where: str, interact: Callable[[], object]) -> None:
+    def show(self, where: str, interact: Callable[[], bool]) -> None:
         """Call `interact` with the pseudo-terminal as standard input, output and error.
 
-        Raises `NoDebuggerError` if no terminal was attached in time.
+        `interact` returns True if the next prompt follows soon. Raises `NoDebuggerError` if no terminal was attached in
+        time.
         """
         terminal = self._terminal = self._terminal or PseudoTerminal(self)
         self._describe(where)
+        # Nobody may sit at the driver's terminal when a rank fails.
+        folder = str(self.folder) if self.failure is None else None
+        steps = False
         try:
             with terminal.prompt():
-                self._send(messages.Debugged(where, needs_terminal=not terminal.is_attached))
-                interact()
+                self._send(messages.Debugged(where, folder, needs_terminal=not terminal.is_attached))
+                steps = interact()
             if terminal.is_given_up:
                 raise self._no_debugger(where)
         finally:
-            self._describe()
-            self._send(messages.Debugged())
+            if not steps:
+                self._describe()
+                terminal.leave()
+            self._send(messages.Debugged(steps=steps))
 
     def _describe(self, prompt: str = "") -> None:
         RankFile(gang=self._gang, rank=self.rank, pid=self.pid, prompt=prompt).write(self.folder)
@@ -94,8 +100,8 @@ class Prompt:
         return NoDebuggerError(
             f"rank {self.rank} {where}, and for {self.timeout:g} s (Gang(attach_timeout=...)) no terminal was "
             f"attached to its debugger, as by `daskpytorch attach {self.rank}` on its machine, {os.uname().nodename}. "
-            f"Or run with {DEBUG_VARIABLE}=1 in the calling process, or with an editor and "
-            f"{PORTS_VARIABLE}={self.rank}:5678. PYTHONBREAKPOINT=0 passes breakpoint() over."
+            f"Or run in a terminal of that machine, or with {DEBUG_VARIABLE}=1 in the calling process, or with an "
+            f"editor and {PORTS_VARIABLE}={self.rank}:5678. PYTHONBREAKPOINT=0 passes breakpoint() over."
         )
 
 
@@ -114,7 +120,12 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
         if self.prompt == "(Pdb) ":
             self.prompt = f"(Pdb rank {prompt.rank}) "
         self.nosigint = True  # the terminal handles Ctrl-C
-        prompt.show(_place_of(frame, prompt.failure), lambda: usual(self, frame, *args, **kwargs))
+
+        def interact() -> bool:
+            usual(self, frame, *args, **kwargs)
+            return _is_stepping(self)
+
+        prompt.show(_place_of(frame, prompt.failure), interact)
 
     pdb.Pdb.interaction = interaction
 
@@ -126,6 +137,11 @@ def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
     if frame is None:
         return "is in pdb's post-mortem mode"
     return f"stops at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _is_stepping(debugger: Any) -> bool:
+    """Return True if pdb shows its next prompt soon. After `continue`, `stoplineno` is -1."""
+    return not debugger.quitting and getattr(debugger, "stoplineno", -1) != -1 and sys.gettrace() is not None
 
 
 def explain(error: BaseException, rank: int) -> None:
@@ -154,7 +170,10 @@ def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], Non
 # pdb, readline and the user's own `input()` work as at any terminal. The attached terminal's process serves the
 # pseudo-terminal: it passes keys and output on, and can come and go without the rank's notice.
 
+KEPT_FOR = 1.0
+"""Seconds that a stepping rank keeps the driver's terminal, as a step over a collective may need another rank."""
 LOOK_INTERVAL = 0.5
+GREET_TIME = 1.0
 MAX_STALL = 1.0
 END_INPUT = b"\x15\x04"
 """Ctrl-U and Ctrl-D, which end a prompt's input."""
@@ -171,9 +190,10 @@ class PseudoTerminal:
         os.set_blocking(self._master, False)  # keys beyond the kernel's buffer are lost
         self._listener = listen(of.folder, of.rank)
         self._attached: socket.socket | None = None
+        self._is_drivers = False
         self._is_at_prompt = False
         self._is_read = False
-        self._deadline = 0.0
+        self._since = 0.0
         threading.Thread(target=self._serve, name="daskpytorch-terminal", daemon=True).start()
 
     @property
@@ -183,26 +203,32 @@ class PseudoTerminal:
     @contextlib.contextmanager
     def prompt(self) -> Iterator[None]:
         _flush_output()
+        _wait_until_read(1)  # the agent shows the rank's earlier output before the prompt
         kept = [os.dup(number) for number in range(3)]
         for number in range(3):
             os.dup2(self._slave, number)
         self.is_given_up, self._is_read = False, self.is_attached
-        self._deadline, self._is_at_prompt = time.monotonic() + self._prompt.timeout, True
+        self._since, self._is_at_prompt = time.monotonic(), True
         try:
             yield
         finally:
-            self._is_at_prompt = False
+            self._is_at_prompt, self._since = False, time.monotonic()
             _flush_output()
             if self.is_attached:
-                self._wait_until_read()
+                _wait_until_read(self._master)
             for number, descriptor in enumerate(kept):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
 
-    def _wait_until_read(self) -> None:
-        deadline = time.monotonic() + MAX_STALL
-        while any(fcntl.ioctl(self._master, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
-            time.sleep(0.005)
+    def leave(self) -> None:
+        if self._is_drivers:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            with contextlib.suppress(OSError):  # the terminal's process has ended
+                attached.shutdown(socket.SHUT_RDWR)
 
     # ---- in the thread of this terminal
 
@@ -214,17 +240,21 @@ class PseudoTerminal:
                 self._welcome()
             elif attached is not None and attached in ready:
                 self._heed(attached)
-            elif attached is None and self._is_at_prompt and time.monotonic() >= self._deadline:
-                self._give_up()
+            self._keep_time(time.monotonic())
 
     def _welcome(self) -> None:
         attaching, _ = self._listener.accept()
-        self._hang_up()
-        with contextlib.suppress(OSError):  # the terminal's process has ended
-            socket.send_fds(attaching, [b"t"], [self._master])
+        attaching.settimeout(GREET_TIME)
+        with contextlib.suppress(OSError):
+            is_drivers = attaching.recv(1) == DRIVER
+            if is_drivers and self.is_attached:  # a user was faster
+                attaching.close()
+                return
+            self._hang_up()
+            socket.send_fds(attaching, [DRIVER], [self._master])
             if self._is_read:
                 os.write(self._slave, f"(Pdb rank {self._prompt.rank}) ".encode())
-            self._attached, self._is_read = attaching, True
+            self._attached, self._is_drivers, self._is_read = attaching, is_drivers, True
 
     def _heed(self, attached: socket.socket) -> None:
         key = b""
@@ -235,18 +265,25 @@ class PseudoTerminal:
         else:
             self._hang_up()
 
-    def _hang_up(self) -> None:
-        if self._attached is not None:
-            with contextlib.suppress(OSError):  # the terminal's process has ended
-                self._attached.shutdown(socket.SHUT_RDWR)  # not close: a loader's worker may have the socket open, too
-        self._attached, self._deadline = None, time.monotonic() + self._prompt.timeout
-
-    def _give_up(self) -> None:
-        self.is_given_up = True
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._master, END_INPUT)
+    def _keep_time(self, now: float) -> None:
+        if not self._is_at_prompt:
+            if self._is_drivers and now >= self._since + KEPT_FOR:
+                self._hang_up()
+            return
+        self._since = now if self.is_attached else self._since
+        if now >= self._since + self._prompt.timeout:
+            self.is_given_up = True
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._master, END_INPUT)
 
 
 def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+
+
+def _wait_until_read(descriptor: int) -> None:
+    deadline = time.monotonic() + MAX_STALL
+    with contextlib.suppress(OSError):
+        while any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
+            time.sleep(0.005)
