@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, as_completed
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,7 +87,7 @@ def test_results_come_in_the_order_of_the_experiments(client: Client) -> None:
     expected = [(value, size, value * float(sums[size])) for value, size in experiments]
     assert futures.result() == expected
     assert [future.result() for future in futures] == expected
-    assert sorted(future.result() for future in futures.as_completed(1)) == sorted(expected)
+    assert sorted(future.result() for future in as_completed(futures, 1)) == sorted(expected)
     assert futures.done()
     assert futures.exception() is None
     assert not futures.cancel()

@@ -257,8 +257,8 @@ def map(  # noqa: A001
     Returns:
         Sequence with a future per experiment, in the experiments' order. A future has rank 0's return value as `result`
         and rank 0's newest 100,000 log records as `records`. The sequence also has `result`, `exception`, `cancel`,
-        `as_completed`, `best` and `to_frame`: only `to_frame`, `done` and `cancel` for a data frame. A failed
-        experiment does not end the others. A notebook shows the sequence as a table.
+        `best` and `to_frame`: only `to_frame`, `done` and `cancel` for a data frame. A failed experiment does not end
+        the others. A notebook shows the sequence as a table.
 
     Raises:
         ValueError: An argument has the wrong type, or a number of workers is not a whole number from 1 up. Or `wandb`

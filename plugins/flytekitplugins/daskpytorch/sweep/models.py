@@ -6,11 +6,11 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future, as_completed, wait
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, direction_of, require_extra, shown
 from flytekitplugins.daskpytorch.dask.agents import Allotment
@@ -152,17 +152,6 @@ class ModelFutures(Futures[ModelFuture]):
 
     def _repr_html_(self) -> str:
         return as_html(self)
-
-    def as_completed(self, timeout: float | None = None) -> Iterator[ModelFuture]:
-        """Yield each future as soon as its model's training has ended.
-
-        Args:
-            timeout: Seconds to wait for all models together. None: no limit.
-
-        Raises:
-            TimeoutError: Some models have not ended within `timeout` seconds. Their training goes on.
-        """
-        return cast("Iterator[ModelFuture]", as_completed(self._futures, timeout))
 
     def cancel(self) -> bool:
         has_cancelled = [future.cancel() for future in reversed(self._futures)]  # waiting models must not start
