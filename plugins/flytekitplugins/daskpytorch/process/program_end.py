@@ -1,23 +1,19 @@
-"""Ends a program as Python does: waits for threads and executors, calls exit functions, writes files. Runs in ranks.
+"""Ends a program as Python does: waits for threads, executors and child processes, writes files. Runs in ranks.
 
 A rank ends its whole process so, and `run_script` what the script has started.
 """
 
-import atexit
 import contextlib
 import faulthandler
-import functools
 import gc
 import io
 import multiprocessing
 import os
 import sys
 import threading
-import traceback
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 NOTICE_AFTER = 10.0
 MAX_WAIT = 300.0
@@ -72,13 +68,12 @@ def _named_rest() -> str:
 
 @contextlib.contextmanager
 def finished(who: str, max_wait: float | None) -> Iterator[None]:
-    """After the block, do what Python does at a program's end, for what the block has started.
+    """After the block, wait for its threads, executors and child processes, and write its open files.
 
-    If the block raises an exception, the process does so at its own exit.
+    If the block raises an exception, the process does so at its own exit. Exit functions run there in any case.
     """
     threads, children = set(threading.enumerate()), set(multiprocessing.active_children())
-    with _noted_exit_functions() as functions:
-        yield
+    yield
     with watched(who, max_wait):
         while left := {each for each in threading.enumerate() if each not in threads and not each.daemon}:
             _shut_down_executors(left)
@@ -87,38 +82,7 @@ def finished(who: str, max_wait: float | None) -> Iterator[None]:
         for child in multiprocessing.active_children():
             if child not in children and not child.daemon:
                 child.join()
-        while functions:
-            atexit.unregister(function := functions.pop())
-            try:
-                function()
-            except Exception:  # Python goes on with the next function, too
-                traceback.print_exc()
     flush_files()
-
-
-@contextlib.contextmanager
-def _noted_exit_functions() -> Iterator[list[functools.partial[Any]]]:
-    register, unregister, thread = atexit.register, atexit.unregister, threading.current_thread()
-    noted: list[functools.partial[Any]] = []
-
-    def note(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        register(call := functools.partial(function, *args, **kwargs))
-        is_for_process = getattr(function, "__self__", None) is weakref.finalize  # after its call no finalizer works
-        if threading.current_thread() is thread and not is_for_process:
-            noted.append(call)
-        return function
-
-    def forget(function: Callable[..., Any]) -> None:
-        unregister(function)
-        for call in [each for each in noted if each.func == function]:
-            unregister(call)
-            noted.remove(call)
-
-    atexit.register, atexit.unregister = note, forget  # type: ignore[assignment] # mypy sees no equal signature
-    try:
-        yield noted
-    finally:
-        atexit.register, atexit.unregister = register, unregister
 
 
 def _shut_down_executors(threads: set[threading.Thread]) -> None:

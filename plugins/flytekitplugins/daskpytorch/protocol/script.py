@@ -123,8 +123,9 @@ def run_script(path: str | os.PathLike[str], *args: object) -> None:
     """Run a Python script in this rank, as `torchrun path *args` would run the script.
 
     `sys.argv`, `sys.path[0]`, `__main__`, `__file__` and the working folder are those of a script that Python runs. An
-    exit code of 0 is a normal end. `run_script` returns after the script's threads and exit functions have ended, and
-    its open files are written. A second run in the same process starts afresh: its modules are imported anew.
+    exit code of 0 is a normal end. `run_script` returns after the script's threads have ended, and its open files are
+    written. Exit functions run at the rank's end. A second run in the same process starts afresh: its modules are
+    imported anew.
 
     As a gang's function, `dispatch.run(client, run_script, "train.py", "--lr", "0.1")` sends the script's folder to
     workers on other machines. A script that a task's function runs must lie beside a module of the project.
