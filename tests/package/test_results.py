@@ -227,15 +227,12 @@ def prefix(tmp_path: Path) -> Path:
     [
         ("/etc/passwd", "absolute"),
         ("../outside/secret", r"'\.\.'"),
-        ("folder/../../outside/secret", r"'\.\.'"),
-        ("folder/../x", r"'\.\.'"),
         ("..", r"'\.\.'"),
         (".", "leads to"),
         ("folder/", "names a folder"),
         ("folder", "directory"),
         ("file/x", "File exists"),
         ("leads-out/secret", "leads to .*outside/secret"),
-        ("leads-out/a/b", "leads to .*outside/a/b"),
         ("file-outside", "leads to .*outside/secret"),
         ("nowhere", "leads to .*outside/new"),
         ("sibling/x", "leads to .*prefix-too/x"),
@@ -408,15 +405,12 @@ def refused(remote: TaskResults, tmp_path: Path) -> TaskResults:
     return outputs_at("s3://x/raw", tmp_path)
 
 
-def test_what_storage_refuses_fails_the_task(refused: TaskResults) -> None:
+def test_what_storage_refuses_fails_the_task_and_does_not_hide_the_gangs_error(
+    refused: TaskResults, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = f"Failed to put data .* to {refused.folder}"
     with pytest.raises(FlyteUploadDataException, match=said), refused.received() as received:
         submit(received, "a", b"x")
-
-
-def test_what_storage_refuses_does_not_hide_the_gangs_error(
-    refused: TaskResults, capfd: pytest.CaptureFixture[str]
-) -> None:
     with pytest.raises(LookupError, match="the gang's own"):
         fail(refused, LookupError("the gang's own"))
     assert f"did not reach {refused.folder} within 60 s (FlyteUploadDataException: " in capfd.readouterr().err

@@ -136,14 +136,6 @@ def test_storage_that_fails_while_shards_are_written_or_committed_costs_a_line(
     assert notes.kept_steps == [1, 2, 3]
 
 
-def test_storage_that_refuses_shards_for_a_while_is_told_of_once(proxy: FaultProxy, bucket: Callable[..., str]) -> None:
-    uri = bucket(endpoint=proxy.endpoint)
-    proxy.fail(denied("ExpiredToken"), key=".distcp", times=4)
-    futures, notes = run(uri, 1)
-    assert futures.result() == [[0, 1]] * 2
-    assert len(notes.told("could not be written to .*; trying again, while the training goes on")) in (1, 2)
-
-
 def save_and_fail() -> None:
     """A whole checkpoint that the driver has, perhaps not storage yet."""
     current_rank().checkpoint.save({"step": 1}, 1)
