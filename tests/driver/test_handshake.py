@@ -113,7 +113,7 @@ def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.Simp
 
 
 def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Action]) -> None:
-    with pytest.raises(ConnectionError, match="the driver of its gang is not there"):
+    with pytest.raises(ConnectionError, match=r"did not prove that it is the gang.s driver"):
         framing.dial(order(listener.address, token=b"u" * 32))
     assert events.empty()
 
@@ -190,7 +190,7 @@ def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(
     play: Callable[[socket.socket, bytes], None], bomb: Bomb
 ) -> None:
     address, thread = impostor(lambda called: play(called, pickle.dumps(bomb)))
-    with pytest.raises(ConnectionError, match=r"the driver of its gang is not there.*another program may use its port"):
+    with pytest.raises(ConnectionError, match=r"did not prove that .*another program may use its port"):
         framing.dial(order(address))
     thread.join()
 
@@ -274,7 +274,7 @@ def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPa
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        with pytest.raises(ConnectionError, match=r"too many other callers .* hung up after \d+\.\d s") as failure:
+        with pytest.raises(ConnectionError, match=r"\(it hung up\).* too many other callers") as failure:
             framing.dial(order(server.getsockname()[:2]))
         thread.join()
     assert "token" not in str(failure.value)

@@ -129,9 +129,6 @@ class Attempt:
         if not self.is_formed:
             self.began_at = self.excused_at
 
-    def note_ready(self, rank: int) -> None:
-        self.ready.add(rank)
-
     def note_failure(self, rank: int, failure: Failure) -> None:
         self.failures[rank] = failure
         self._has_independent_failure |= not failure.is_consequence
@@ -163,21 +160,17 @@ class Attempt:
             if rank not in self.results or exit_.exitcode != 0 or exit_.hang is not None
         }
         failed = {*self.failures, *self.survived, *([self.hang[0]] if self.hang else [])}
-        for rank in failed - here.keys():  # not ended yet
-            here[rank] = self._exit(rank, exitcode=1, log_tail="", time=time.time())
+        here |= {rank: self.exit_of_survivor(rank) for rank in failed - here.keys()}  # not ended yet
         return self.explain(find_root_failure(here.values()))
 
     def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
-        tails = [f"rank {rank}: {self._tail_of(rank) or '(no output)'}" for rank in sorted(missing)[:4]]
+        tails = [f"rank {rank}: {self.exits[rank].log_tail or '(no output)'}" for rank in sorted(missing)[:4]]
         return GangStartError(
             f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "
             f"{', '.join(map(str, sorted(missing)))}. They may not reach each other: check network policies. Or "
             "importing the function's module takes too long: raise Gang(start_timeout=...).\n" + "\n".join(tails),
             rank=min(missing),
         )
-
-    def _tail_of(self, rank: int) -> str:
-        return self.exits[rank].log_tail if rank in self.exits else ""
 
     def _note(self, rank: int, **how: Any) -> None:
         self.exits[rank] = exit_ = self._exit(rank, **how)

@@ -48,7 +48,7 @@ class GangFuture(Future[Any]):
         self._wait(timeout)
         return super().exception(None if timeout is None else 0)
 
-    def load(self, rank: int, load: Callable[[], Any]) -> None:
+    def load(self, load: Callable[[], Any]) -> None:
         try:
             value = load()
         except BaseException as error:  # any error of a user's class or extension
@@ -188,7 +188,7 @@ class GangFutures(Futures[GangFuture]):
             self._settle_missing()
         # Future 0 is settled last: `result` waits for this future alone.
         for rank, result in reversed(list(enumerate(results[: self._num_ranks]))):
-            self._futures[rank].load(rank, self._supervisor.received.take_returned(rank, result))
+            self._futures[rank].load(self._supervisor.received.take_returned(rank, result))
 
     def _settle_missing(self) -> None:
         how = f"the gang ended with {self._num_ranks} of {len(self._futures)} ranks, as its min_workers allows"

@@ -326,7 +326,7 @@ class GangState:
             self.observers.note(f"rank {rank} {noted.text}")
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
-        attempt.note_ready(rank)
+        attempt.ready.add(rank)
         if rank == 0:
             self.enter("training")
         if attempt.is_formed:

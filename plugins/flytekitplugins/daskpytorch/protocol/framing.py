@@ -167,30 +167,16 @@ def meet(connection: Connection, token: bytes, deadline: float) -> None:
 
 
 def introduce(sock: socket.socket, token: bytes) -> Connection:
-    """Do the agent's part of the handshake. If it fails, the socket is closed.
+    """Do the agent's part of the handshake.
 
-    Raises ConnectionAbortedError if the peer hung up, and ConnectionRefusedError if its proof is wrong or late.
+    Raises ConnectionRefusedError or TimeoutError if the peer's proof is wrong or late, else EOFError or OSError.
     """
-    connection, begun_at = Connection(sock), time.monotonic()
-    try:
-        _exchange_proofs(connection, token)
-    except (EOFError, OSError) as error:
-        connection.close()
-        if isinstance(error, (ConnectionRefusedError, TimeoutError)):
-            raise ConnectionRefusedError("the process there did not prove that it is the gang's driver") from error
-        raise ConnectionAbortedError(
-            f"the process there hung up after {time.monotonic() - begun_at:.1f} s, without a proof that it is the "
-            "gang's driver"
-        ) from error
-    return connection
-
-
-def _exchange_proofs(connection: Connection, token: bytes) -> None:
-    deadline = time.monotonic() + PROOF_TIMEOUT
+    connection, deadline = Connection(sock), time.monotonic() + PROOF_TIMEOUT
     theirs, mine = connection.recv_frame(CHALLENGE_SIZE, deadline), challenge()
     connection.send_frame(mine + _proof(token, AGENT, theirs, mine))
     if not hmac.compare_digest(connection.recv_frame(PROOF_SIZE, deadline), _proof(token, DRIVER, theirs, mine)):
-        raise ConnectionRefusedError("the proof is wrong")
+        raise ConnectionRefusedError("its proof is wrong")
+    return connection
 
 
 def _proof(token: bytes, role: bytes, of_driver: bytes, of_agent: bytes) -> bytes:
@@ -229,13 +215,13 @@ def _dial_once(order: AgentOrder) -> Connection:
     watch_peer(sock)
     try:
         return introduce(sock, order.token)
-    except (ConnectionAbortedError, ConnectionRefusedError) as error:
-        is_retried = isinstance(error, ConnectionAbortedError)
-        raise (ConnectionAbortedError if is_retried else ConnectionError)(
-            f"{_this_worker(order)} called {host}:{port}, and the driver of its gang is not there, or has too many "
-            f"other callers ({error}). The driver may have ended, another program may use its port, or a proxy between "
-            "them may hang up. See the driver's log for other callers, and check that the worker reaches this address "
-            "directly."
+    except (EOFError, OSError) as error:
+        sock.close()
+        is_stranger = isinstance(error, (ConnectionRefusedError, TimeoutError))
+        raise (ConnectionError if is_stranger else ConnectionAbortedError)(
+            f"{_this_worker(order)} called {host}:{port}, and the process there did not prove that it is the gang's "
+            f"driver ({str(error) or 'it hung up'}). The driver may have ended, or have too many other callers, "
+            "another program may use its port, or a proxy between them may hang up."
         ) from error
 
 

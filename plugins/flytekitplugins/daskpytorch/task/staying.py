@@ -90,7 +90,7 @@ class CallFutures(Logged, GangFutures):
                 if (error := outcome.end or outcome.errors.get(rank)) is not None:
                     future.set_exception(error)
                 else:
-                    future.load(rank, outcome.values[rank])
+                    future.load(outcome.values[rank])
 
 
 class StayingGang:
