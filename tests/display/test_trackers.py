@@ -100,7 +100,13 @@ def test_inputs_are_the_arguments_without_secrets_and_cut() -> None:
 
     def left(lr: float, momentum: float = 0.9, *rest: int, nesterov: bool = False, **more: int) -> None: ...
 
-    assert named(left, 0.5, seed=3).inputs == {"lr": 0.5, "momentum": 0.9, "nesterov": False, "seed": 3}
+    assert named(left, 0.5, 0.8, 7, seed=3).inputs == {
+        "lr": 0.5,
+        "momentum": 0.8,
+        "rest": "(7,)",
+        "nesterov": False,
+        "seed": 3,
+    }
     assert named(left, 0.5, 0.8, 7).inputs == {"lr": 0.5, "momentum": 0.8, "rest": "(7,)", "nesterov": False}
 
 
