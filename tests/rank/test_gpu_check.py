@@ -80,16 +80,11 @@ def test_a_driver_that_does_not_work_is_the_gpus_fault(driver: Describe) -> None
     assert own_gpu.faults_of("GPU-1") == ["NVML's nvmlInit says: Interrupt Request Issue"]
 
 
-@pytest.mark.parametrize(("code", "cause"), [(9, "Driver Not Loaded"), (18, "an NVML/RM version mismatch")])
-def test_a_library_that_does_not_suit_the_driver_is_no_fault(
-    driver: Describe, caplog: pytest.LogCaptureFixture, code: int, cause: str
-) -> None:
+@pytest.mark.parametrize("code", [9, 18])  # driver not loaded, version mismatch
+def test_a_library_that_does_not_suit_the_driver_is_no_fault(driver: Describe, code: int) -> None:
     driver(ecc=3, others={"*": {"code": code}})
     assert own_gpu.faults_of("GPU-1") == []
     assert own_gpu.usage("GPU-1") == (None, None)
-    [record] = caplog.records
-    assert "cannot be used here: " in record.getMessage()
-    assert cause in record.getMessage()
 
 
 def test_a_mig_instance_has_its_own_memory_and_the_faults_of_its_gpu(driver: Describe) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 
 # ---- NVML
-
-_logger = logging.getLogger(__name__)
 
 
 class NvmlError(Exception):
@@ -95,20 +92,8 @@ def _ask(name: str, *arguments: Any) -> Any:
         return getattr(pynvml, name)(*arguments)
     except (pynvml.NVMLError_IrqIssue, pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired) as error:
         raise NvmlError(f"NVML's {name} says: {error}") from error
-    except (pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_LibRmVersionMismatch) as error:
-        _warn(str(error))  # CUDA, which has a library of its own, may work
-    except pynvml.NVMLError:
-        pass
-    return None
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    _logger.warning(
-        "NVML cannot be used here: %s. This rank's GPU is checked and sampled without NVML. The image may have a "
-        "version of the library that the host's driver does not suit",
-        text,
-    )
+    except pynvml.NVMLError:  # CUDA, which has a library of its own, may work
+        return None
 
 
 # ---- The check
