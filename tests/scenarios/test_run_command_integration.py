@@ -183,7 +183,6 @@ def test_an_end_without_an_exit_code_has_that_of_a_shell(folder: Path, end: str,
     ("end", "code", "said"),
     [
         ("os._exit(0)", 0, ""),
-        ("os.execv(sys.executable, [sys.executable, '-c', 'raise SystemExit(0)'])", 0, ""),
         ("atexit.register(os._exit, 5)", 5, "exit code 5"),
         ("threading.Thread(target=time.sleep, args=(600,), name='uploader').start()", 1, "'uploader'"),
     ],
@@ -205,36 +204,6 @@ def test_the_exit_code_of_a_programs_process_counts_and_nothing_is_trained_again
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
     assert [(folder / f"ran-{rank}").read_text() for rank in (0, 1)] == ["once", "once"]
-
-
-@pytest.mark.parametrize(
-    ("where", "is_formed"), [(["--nproc", "2"], True), (["--workers", "2", "--nproc", "1"], False)]
-)
-def test_a_program_that_replaces_itself_forms_its_group(folder: Path, where: list[str], *, is_formed: bool) -> None:
-    (folder / "again.py").write_text(
-        textwrap.dedent(f"""
-            import os, sys
-            import torch
-            from torch import distributed as dist
-
-            def total():
-                dist.init_process_group("gloo")
-                dist.all_reduce(one := torch.ones(1))
-                return int(one)
-
-            if "AGAIN" not in os.environ:
-                if {is_formed}:
-                    print("before", total(), flush=True)
-                os.environ["AGAIN"] = "1"
-                os.execl(sys.executable, sys.executable, *sys.argv)
-            print("after", total(), flush=True)
-            dist.destroy_process_group()
-        """)
-    )
-    done = run(*where, "again.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("after 2") == 2, done.stdout
-    assert done.stdout.count("before 2") == 2 * is_formed, done.stdout
 
 
 def test_a_program_for_fabrics_own_command_forms_its_group_as_by_that_command(

@@ -174,7 +174,7 @@ class Attempt:
 
     def _note(self, rank: int, **how: Any) -> None:
         self.exits[rank] = exit_ = self._exit(rank, **how)
-        if self.is_program and exit_.exitcode == 0:  # by `os._exit`, or as another program after `os.execv`
+        if self.is_program and exit_.exitcode == 0:  # by `os._exit`
             self.results.setdefault(rank, NONE)
         if rank not in self.results or (self.is_program and exit_.exitcode and not exit_.stopped):
             self._bad_exits[rank] = exit_

@@ -60,7 +60,7 @@ def main(channel: Connection) -> int:
             _expect(order, link, listener, prompt)
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link, session, prompt)
-            process_group.meet(is_script=True) if isinstance(call.func, script.Script) else process_group.join()
+            process_group.meet() if isinstance(call.func, script.Script) else process_group.join()
             liveness.watch(order, link)
             with session.at_work():
                 returned = script.completed(lambda: call(**_keywords(order, host)))

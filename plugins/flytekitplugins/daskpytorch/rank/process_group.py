@@ -6,17 +6,14 @@ import contextlib
 import functools
 import inspect
 import os
-import select
-import signal
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from flytekitplugins.daskpytorch.process.system import allow_files, show_as
+from flytekitplugins.daskpytorch.process.system import allow_files
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.placement import Place
@@ -110,19 +107,13 @@ def expect(
     _membership = _Membership(place, job, take_device, listener, on_formed, backend)
 
 
-def meet(*, is_script: bool = False) -> torch.device | None:
-    """Take the rank's device, and serve the rendezvous store if this rank does. Form no process group.
-
-    A script forms the group itself, and may replace this process by `os.exec*`: another process serves the store.
-    """
+def meet() -> torch.device | None:
+    """Take the rank's device, and serve the rendezvous store if this rank does. Form no process group."""
     member = _membership
     if member is None or member.take_device is None:
         return None
     take_device, member.take_device = member.take_device, None
-    if member.listener is not None and is_script:
-        _serve_aside(member, member.listener)
-        member.listener = None
-    elif member.listener is not None:
+    if member.listener is not None:
         _ = member.store
     return take_device()
 
@@ -227,35 +218,6 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
     )
     # A suspended rank of an older attempt may wake up and use the same port.
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
-
-
-def _serve_aside(member: _Membership, listener: int) -> None:
-    """The new process ends with this one, and is no child of it."""
-    rank = os.pidfd_open(os.getpid())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: there are threads. The child needs none
-        child = os.fork()
-        if child == 0:
-            if os.fork() == 0:
-                _serve_until_end(member, listener, rank)
-            os._exit(0)
-    os.waitpid(child, 0)
-    for descriptor in (rank, listener):
-        os.close(descriptor)
-
-
-def _serve_until_end(member: _Membership, listener: int, rank: int) -> NoReturn:
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):  # which Slurm and terminals send to all processes
-            signal.signal(number, signal.SIG_IGN)
-        show_as("store of rank 0")
-        first, second = sorted((listener, rank))
-        for start, end in ((0, first), (first + 1, second), (second + 1, os.sysconf("SC_OPEN_MAX"))):
-            os.closerange(start, end)
-        _ = member.store
-        select.select([rank], [], [])
-    finally:
-        os._exit(0)
 
 
 def _takes_listener_by_libuv() -> bool:
