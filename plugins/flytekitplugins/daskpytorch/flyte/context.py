@@ -9,6 +9,7 @@ from flytekit.configuration import DataConfig
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.data_persistence import get_fsspec_storage_options
 from flytekit.extend import TaskPlugins
+from flytekit.interfaces.random import random
 from flytekit.models.security import Secret
 from fsspec.core import split_protocol
 
@@ -101,3 +102,5 @@ def _is_in_task(ctx: FlyteContext) -> bool:
 
 
 host.provide(current)
+# flytekit names folders and files by a random generator of its own, and forked ranks would inherit its state.
+os.register_at_fork(after_in_child=random.seed)

@@ -17,7 +17,6 @@ from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
 from flytekit.deck import DeckField
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
-from flytekit.interfaces.random import random
 from flytekit.models.literals import LiteralMap
 from flytekit.types.directory import FlyteDirectory
 
@@ -75,8 +74,6 @@ class FlyteRank:
         """During the block, make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
         finish_imports()
         provide(context.current, is_last=True)  # even if the user's code imports another SDK
-        # flytekit names folders and files by a random generator of its own, and forked ranks inherit its state.
-        random.seed()
         _reach_statsd_by_number()
         entered = setup_execution(
             raw_output_data_prefix=self.raw_output_prefix,

@@ -21,7 +21,6 @@ import math
 import mmap
 import multiprocessing
 import os
-import random
 import selectors
 import signal
 import socket
@@ -246,7 +245,6 @@ def _be_rank(to_agent: Connection) -> NoReturn:
 
 def main() -> None:
     """Run the fork server. Command line: descriptor of the control socket, then modules to import ahead."""
-    watch_generators()
     control, imported_ahead = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(control, False)
     server = _Server(socket.socket(fileno=control), imported_ahead)
@@ -276,11 +274,6 @@ TRAINING_IMPORTS = (
 server, a warm gang's first step comes 20 times as late (`recovery.py`, rank killed, 2026-11-23). For ranks that do not
 train, they would waste two seconds of processor time. Not wandb: its import makes a media folder, which the first rank
 to end would remove for all ranks."""
-
-_seed = random.Random.seed
-_self_seeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
-"""Generators that seeded themselves at import, such as flytekit's, and that a rank seeds anew."""
-
 
 # ---- Inherited modules
 
@@ -408,21 +401,8 @@ def set_environment(variables: Mapping[str, str]) -> None:
 # all models of a sweep there, would draw the same numbers.
 
 
-def watch_generators() -> None:
-    """Record which `random.Random` seed themselves from now on, to seed only these in forked ranks."""
-    random.Random.seed = _noted_seed  # type: ignore[method-assign]
-
-
-def _noted_seed(self: random.Random, a: int | float | str | bytes | bytearray | None = None, version: int = 2) -> None:  # noqa: PYI041 - as `random` has it
-    _seed(self, a, version)
-    (_self_seeded.add if a is None else _self_seeded.discard)(self)
-
-
 def seed_anew() -> None:
-    """Seed all generators that a fresh process would seed for itself. Takes 0.1 ms."""
-    random.Random.seed = _seed  # type: ignore[method-assign]
-    for generator in list(_self_seeded):
-        generator.seed()
+    """Seed torch's and numpy's generators as in a fresh process. Python seeds its own at each fork."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()  # `torch.seed()` would also queue a seed for CUDA
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
