@@ -5,7 +5,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -211,16 +210,6 @@ def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
     driver.start(look, replace(packed, archive=b""))
     text, path = cloudpickle.loads(driver.next(Returned).value)
     assert (text, path == str(file)) == ("before", False)
-
-
-def refuses_connections(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address).close()
-    except ConnectionRefusedError:
-        return True
-    except ConnectionResetError:  # it was accepted by the kernel alone
-        return False
-    return False
 
 
 # ---- Output ----------------------------------------------------------------------------------------------------------
