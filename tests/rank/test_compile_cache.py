@@ -100,18 +100,28 @@ def test_file_that_a_compiler_may_still_write_waits_for_the_end(node: Make, tmp_
     assert len(stored(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("harm", ["damaged", "leads out of the folder"])
-def test_file_that_is_not_what_was_stored_is_left_out(node: Make, tmp_path: Path, harm: str) -> None:
+def test_damaged_file_is_left_out_said_and_replaced(node: Make, tmp_path: Path) -> None:
     first = node("first")
     first.build(LIBRARY, b"library")
     first.build(GRAPH, b"graph")
     first.cache.close()
     [library] = (path for path in stored(tmp_path) if "cabc" in path.name)
-    if harm == "damaged":
-        library.write_bytes(b"lib")
-    else:
-        library.rename(library.with_name(f"{library.name.partition('+')[0]}+..+..+escaped"))
-    assert node("second").files() == {GRAPH: b"graph"}
+    library.write_bytes(b"lib")
+    second = node("second")
+    assert second.files() == {GRAPH: b"graph"}
+    assert "1 compiled files are damaged, and left out: " in second.notes[0]
+    second.build(LIBRARY, b"library")
+    second.cache.close()
+    assert node("third").files() == first.files()
+
+
+def test_name_that_leads_out_of_the_folder_is_left_out(node: Make, tmp_path: Path) -> None:
+    first = node("first")
+    first.build(GRAPH, b"graph")
+    first.cache.close()
+    [graph] = stored(tmp_path)
+    graph.rename(graph.with_name(f"{graph.name.partition('+')[0]}+..+..+escaped"))
+    assert not node("second").files()
     assert not (tmp_path / "escaped").exists()
 
 

@@ -47,6 +47,8 @@ class CompileCache:
         self._num_ranks = order.place.local_world_size
         self._ends = self._scratch / f"compiled-ends-{order.job.attempt}"
         self._kept: set[str] = set()
+        self._damaged: set[str] = set()
+        """Written again once they are built again."""
         self._ended = threading.Event()
 
     def open(self) -> None:
@@ -95,22 +97,28 @@ class CompileCache:
             files.refuse_foreign(place)  # torch unpickles some of the files, and runs others
             self._kept = set(files.below(place))
             with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-                list(pool.map(lambda name: self._fetch_one(files, place, name), self._kept))
+                self._damaged = {*filter(None, pool.map(lambda name: self._fetch_one(files, place, name), self._kept))}
+        self._kept -= self._damaged
+        if self._damaged:
+            self._note(
+                f"{len(self._damaged)} compiled files are damaged, and left out: {place}/{min(self._damaged)}, ..."
+            )
         taken = time.monotonic() - began
         if self._kept:
             self._note(f"fetched {len(self._kept)} compiled files from {place} in {taken:.1f} s")
 
-    def _fetch_one(self, files: Files, place: str, name: str) -> None:
+    def _fetch_one(self, files: Files, place: str, name: str) -> str | None:
         digest, _, flat = name.partition("+")
         path = PurePosixPath(*flat.split("+"))
         data = files.read(f"{place}/{name}")
         if _digest(data) != digest or path.is_absolute() or ".." in path.parts:
-            return
+            return name
         target = self._folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, target.with_name(f"{target.name}.{os.getpid()}.tmp")) as unfinished:
             unfinished.write_bytes(data)
             unfinished.chmod(0o700)  # a library must be executable on some systems
+        return None
 
     def _keep_storing(self) -> None:
         wait = FIRST_STORE
@@ -126,7 +134,7 @@ class CompileCache:
         if files.is_local:
             Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
         files.refuse_foreign(place)
-        new = built.keys() - set(files.below(place))
+        new = built.keys() - self._kept - (set(files.below(place)) - self._damaged)
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
             list(pool.map(lambda name: files.write(f"{place}/{name}", built[name].read_bytes()), new))
         self._kept |= built.keys()
