@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import unquote
 
 import fsspec
@@ -26,6 +27,7 @@ pytest.importorskip("flyteplugins.dask")
 import flyte
 import flyte.errors
 import flyte.storage
+from flyte._internal.runtime.convert import convert_error_to_native, convert_from_native_to_error
 from flyte._internal.runtime.task_serde import translate_task_to_wire
 from flyte.models import SerializationContext
 from flyteplugins.dask import Dask
@@ -34,7 +36,7 @@ from flyteplugins.dask import WorkerGroup as TheirWorkers
 
 import flytekitplugins.daskpytorch as for_flytekit
 import flyteplugins.daskpytorch as for_flyte2
-from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.errors import PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol import host
 from flyteplugins.daskpytorch import DaskCluster, DaskDDP, Gang, Scheduler, SpawnDDP, Wandb, WorkerGroup, context
 from flyteplugins.daskpytorch import task as task_module
@@ -124,6 +126,32 @@ def test_pods_in_a_queue_of_kueue_are_admitted_together_and_a_wrong_number_is_re
         )
         with pytest.raises(ValueError, match=rf"made.one: .*{size}='6' must be '5', for 3 workers, the scheduler"):
             made(config, pod_template=flyte.PodTemplate(labels=queue, annotations={size: "6"}))
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [
+        ("GPU 3 of host a failed: CUDA error: uncorrectable ECC error encountered", "GpuEccUncorrectable"),
+        ("... found: 3 uncorrectable memory errors (ECC) since its driver was loaded", "GpuEccUncorrectable"),
+        ("... found: a row of its memory waits to be remapped at a reset", "GpuRowRemapPending"),
+        ("... found: a row of its memory could not be remapped", "GpuXidError"),
+        ("GPU 3 of host a failed: NVML_ERROR_GPU_IS_LOST: GPU is lost", "GpuFallenOffBus"),
+        ("GPU 3 of host a failed: CUDA error: uncorrectable NVLink error", "GpuNvlinkError"),
+        ("... found: other processes hold 3.0 of 8.0 GiB of its memory (process 7)", None),
+        ("its worker was lost", None),
+    ],
+)
+def test_a_broken_gpu_is_flytes_typed_error(cause: str, code: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flyte, "ctx", lambda: REMOTE)
+    task = made(SpawnDDP())
+    monkeypatch.setattr(task, "_run", AsyncMock(side_effect=WorkerLostError(cause, cause=cause)))
+    with pytest.raises(flyte.errors.RuntimeSystemError, match=re.escape(cause)) as raised:
+        asyncio.run(task.execute(x=1))
+    assert raised.value.code == (code or "WorkerLostError")
+    assert isinstance(raised.value, flyte.errors.GPUFaultSystemError) == (code is not None)
+    if code is not None:
+        left = convert_error_to_native(convert_from_native_to_error(raised.value))
+        assert isinstance(left, flyte.errors.GPUFaultSystemError)
 
 
 def test_all_else_is_the_same_objects() -> None:

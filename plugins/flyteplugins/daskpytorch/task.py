@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import re
 import signal
 import threading
 import warnings
@@ -23,7 +24,7 @@ import flyte.report
 from flyte import Resources
 from flyte._internal.runtime.io import report_path
 from flyte._utils.asyncify import run_sync_in_thread
-from flyte.errors import NonRecoverableError, RuntimeSystemError
+from flyte.errors import GPUFaultSystemError, NonRecoverableError, RuntimeSystemError
 from flyte.extend import AsyncFunctionTaskTemplate, TaskPluginRegistry
 from flyteplugins.dask import Scheduler, WorkerGroup
 from flyteplugins.dask.task import DaskTask
@@ -49,6 +50,14 @@ PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preloa
 
 MAX_SYSTEM_RESTARTS = 3
 """Times that Flyte 2 restarts an attempt after failures of the infrastructure."""
+GPU_FAULTS = {
+    "GpuEccUncorrectable": r"uncorrectable (ECC error|memory errors \(ECC\))",
+    "GpuRowRemapPending": r"waits to be remapped",
+    "GpuFallenOffBus": r"GPU is lost|fallen off the bus|\bXid\b.{0,40}\b79\b",
+    "GpuNvlinkError": r"uncorrectable NVLink error",
+    "GpuXidError": r"could not be remapped|over nvlink or a hardware error",
+}
+"""Texts of a broken GPU's faults, by Flyte's code. The last code stands for faults without their own."""
 
 
 @dataclass(kw_only=True)
@@ -81,7 +90,7 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
         except in_ranks.INFRASTRUCTURE_ERRORS as error:
             if not may_start_again:  # a user error, which counts towards the task's retries
                 raise
-            raise RuntimeSystemError(type(error).__name__, str(error)) from error
+            raise _system_error(error) from error
         except Exception as error:
             gang_error = error if isinstance(error, GangError) else error.__cause__
             if isinstance(gang_error, GangError) and gang_error.is_repeated:
@@ -227,6 +236,14 @@ class DaskClusterTask(_Resumable, _OnDask):
             return await self.func(**inputs)
         finally:
             await run_sync_in_thread(opened.__exit__, None, None, None)
+
+
+def _system_error(error: GangError) -> RuntimeSystemError:
+    cause = (error.cause or "") if error.kind == "lost" else ""
+    code = next((code for code, text in GPU_FAULTS.items() if re.search(text, cause, re.IGNORECASE)), None)
+    if code is None:
+        return RuntimeSystemError(type(error).__name__, str(error))
+    return GPUFaultSystemError(code, str(error))
 
 
 async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
