@@ -211,8 +211,7 @@ class Gang:
     `dispatch` counts the GPUs that the workers see, and divides a host's GPUs among its workers.
     """
     workers: int | None = None
-    """Number of the cluster's workers that a `dispatch.run` takes, from 1 up: those on which the fewest of the
-    driver's gangs train.
+    """Number of the cluster's workers that a `dispatch.run` takes, from 1 up: those on which the fewest gangs train.
 
     Workers for `evaluate` are among them. None: all workers. Tasks and `dispatch.map` have numbers of their own.
     """

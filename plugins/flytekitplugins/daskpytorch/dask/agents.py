@@ -34,6 +34,7 @@ HOW_TO_GET_WORKERS = (
 )
 GANG, EVALUATION = "gang", "evaluation"
 HostAndGpus = tuple[str, tuple[str, ...]]
+AGENT_NAME = "daskpytorch-agent"
 AGENT_PRIORITY = 1_000
 LOOK_TIMEOUT = 2.0
 FIRST_LOOK_TIMEOUT = 30.0
@@ -95,10 +96,9 @@ class Allotment:
 
 
 class DaskAgents:
-    """Starts an agent on each of `num_workers` workers (None: all) of a Dask cluster.
+    """Starts an agent on each of `num_workers` workers (None: all) of a Dask cluster: those with the fewest gangs.
 
-    The workers are those with the fewest of the driver's gangs. `num_kept` workers are kept for gangs that evaluate
-    beside this one. 0: they share one. None: there are none.
+    `num_kept` workers are kept for gangs that evaluate beside this one. 0: they share one. None: there are none.
     """
 
     _refill: Callable[[], list[str]] | None = None
@@ -125,9 +125,11 @@ class DaskAgents:
         self.host: str = "127.0.0.1" if is_local else get_ip(get_address_host(self.scheduler))
 
     def _take(self, num_workers: int, num_kept: int) -> list[str]:
+        agents = self._num_agents() if num_workers < len(self.workers) else {}
         with _lock:
             held = self._held_by_others()
-            taken = sorted(self.workers, key=lambda worker: (held[worker], worker_order(worker)))[:num_workers]
+            used = {each: (max(agents.get(each, 0), held[each]), worker_order(each)) for each in self.workers}
+            taken = sorted(used, key=used.__getitem__)[:num_workers]
             count = max(0, num_workers - num_kept)
             _allotments[self] = allotment = Allotment(taken)
             allotment.hold(GANG, taken[:count], count)
@@ -154,7 +156,7 @@ class DaskAgents:
                 order,  # Dask logs a failed task's arguments, and the order's repr hides the token
                 workers=[address],
                 allow_other_workers=False,
-                key=f"daskpytorch-agent-{uuid.uuid4().hex}",
+                key=f"{AGENT_NAME}-{uuid.uuid4().hex}",
                 priority=AGENT_PRIORITY,
                 pure=False,
                 retries=0,
@@ -233,6 +235,18 @@ class DaskAgents:
     def _held_by_others(self) -> Counter[str]:
         others = [other for other in _allotments if other is not self and other.scheduler == self.scheduler]
         return Counter(worker for other in others for worker in _allotments[other].in_use)
+
+    def _num_agents(self) -> Mapping[str, int]:
+        processing = self._client.scheduler.processing
+        running: Mapping[str, Sequence[object]] = self._client.sync(
+            processing, workers=None, callback_timeout=FIRST_LOOK_TIMEOUT
+        )
+        names = {address: worker for worker, address in self.addresses.items()}
+        return {
+            names[at]: sum(isinstance(key, str) and key.startswith(AGENT_NAME) for key in keys)
+            for at, keys in running.items()
+            if at in names
+        }
 
     def is_connected(self) -> bool:
         return bool(self._client.status == "running")
