@@ -51,7 +51,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def settings(
     wandb: Wandb | None = None, *, training: Training | None = None, execution: str | None = "f3a"
 ) -> RunSettings:
-    """What rank 0 opens after the gang was placed."""
+    """Run that rank 0 opens after the gang was placed."""
     wandb = wandb or Wandb(project="names")
     observer = WandbObserver(wandb, wandb_observer.variables_of(wandb), execution)
     To(observer).begins(training or Training(name="workflows.names.train", id="train-f3a"))

@@ -281,4 +281,4 @@ def load_magic(shell: Any) -> None:
 
 _newest: list[weakref.ref[StayingGang]] = []
 _numbers = itertools.count(1)
-"""Of all gangs' calls, so that a reference from another gang finds no value."""
+"""Numbers of all gangs' calls: a reference from another gang finds no value."""

@@ -51,7 +51,7 @@ class ReturnedWatch(Part):
         return None
 
     def due(self, attempt: Attempt) -> float | None:
-        return self._next_at if self._next_at is not None and attempt.running else None  # the second is slow
+        return self._next_at if self._next_at is not None and attempt.running else None  # quick: asked at each message
 
     def _is_proven(self, attempt: Attempt, look: Answers) -> bool:
         before, self._proof = self._proof, awaits_returned(look, attempt.running)
