@@ -20,7 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flytekitplugins.daskpytorch import Evaluate
 from flytekitplugins.daskpytorch.driver import brain, committer
-from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE
+from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE, Peer
+from flytekitplugins.daskpytorch.driver.attempt import Attempt
+from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.errors import (
     GangCancelledError,
     GangError,
@@ -614,10 +616,11 @@ def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(gang
     assert not world.received.is_empty
 
 
-def test_every_question_of_a_rank_and_every_report_has_one_taker(world_of: MakeWorld) -> None:
+def test_every_question_of_a_rank_has_one_taker_and_every_report_at_least_one(world_of: MakeWorld) -> None:
     parts = world_of().state.parts
     taken = [kind for part in parts for kind in part.takes]
-    assert len(taken) == len(set(taken))
+    questions = [kind for kind in taken if isinstance(kind, Question)]
+    assert len(questions) == len(set(questions))
     by_core = {
         LogRecord,
         Noted,
@@ -630,6 +633,21 @@ def test_every_question_of_a_rank_and_every_report_has_one_taker(world_of: MakeW
     }
     assert {*typing.get_args(messages.ShortReport)} <= {*taken, *by_core}
     assert Question.CHECKPOINT in taken
+
+
+def test_several_parts_may_take_one_kind_of_report(gang_of: MakeWorld) -> None:
+    class Listening(Part):
+        takes = (LogRecord,)
+
+        def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
+            heard.append(self)
+
+    world = gang_of()
+    heard: list[Part] = []
+    parts = [Listening(), Listening()]
+    world.state.use([*world.state.parts, *parts])
+    world.report(world.agent(W1), 0, LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={}))
+    assert heard == parts
 
 
 def test_failure_of_an_agent_is_no_error_of_the_function(gang_of: MakeWorld) -> None:

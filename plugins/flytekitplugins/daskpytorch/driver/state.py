@@ -124,13 +124,14 @@ class GangState:
         self.now = clock
         self.deadlines = Deadlines(request.settings.grace_period)
         self.observers = observers
-        self._takers: dict[type | Question, Part] = {}
+        self._takers: dict[type | Question, list[Part]] = {}
         self._broken: dict[str, str] = {}
         """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
     def use(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self._takers = {kind: part for part in parts for kind in part.takes}
+        kinds = {kind for part in parts for kind in part.takes}
+        self._takers = {kind: [part for part in parts if kind in part.takes] for kind in kinds}
 
     @property
     def has_lost_scheduler(self) -> bool:
@@ -278,7 +279,7 @@ class GangState:
         if (peer := self.agents.find(connection)) is not None:
             for rank, num_moves in framing.moves_in(beat):
                 if (attempt := self._attempt_of(peer, rank)) is not None:
-                    self._takers[Moves].take(peer, attempt, rank, Moves(num_moves))
+                    self._hand_out(Moves, peer, attempt, rank, Moves(num_moves))
 
     def hear_of_rank(
         self, connection: Connection, rank: int, said: Iterable[messages.ShortReport | ReceivedPiece]
@@ -315,7 +316,10 @@ class GangState:
             case Failure():
                 attempt.note_failure(rank, report)
         key = report.question if isinstance(report, Ask) else type(report)
-        if (part := self._takers.get(key)) is not None:
+        self._hand_out(key, peer, attempt, rank, report)
+
+    def _hand_out(self, kind: type | Question, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
+        for part in self._takers.get(kind, ()):
             part.take(peer, attempt, rank, report)
 
     def _take_note(self, attempt: Attempt, rank: int, noted: messages.Noted) -> None:
