@@ -10,7 +10,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import data
 from flytekitplugins.daskpytorch.data.bucket import Access, Listed, credentials
-from flytekitplugins.daskpytorch.data.image_index import ImageIndex
+from flytekitplugins.daskpytorch.data.image_folder import ImageIndex
 
 PLACE = {"endpoint_url": "http://127.0.0.1:1"}
 NOWHERE: dict[str, Any] = {"storage_options": {"key": "access", "secret": "hush"} | PLACE, "num_retries": 1}

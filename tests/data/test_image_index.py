@@ -1,12 +1,11 @@
 """An index finds the pictures in a listing."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
-from flytekitplugins.daskpytorch.data.image_index import ImageIndex
+from flytekitplugins.daskpytorch.data.image_folder import ImageIndex
 
 
 def index(*keys: str, prefix: str = "p", nested: bool = False) -> ImageIndex:
@@ -58,21 +57,3 @@ def test_an_index_survives_its_file(tmp_path: Path) -> None:
     found.save(tmp_path / "index.json")
     assert ImageIndex.load(tmp_path / "index.json") == found
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"files": []}', '{"version": 2, "files": []}', "\x00"])
-def test_another_file_is_no_index(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "index.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"index.json is not an index of a folder of pictures \(.*Delete the file"):
-        ImageIndex.load(path)
-
-
-def test_other_users_may_read_a_saved_index_if_the_umask_lets_them(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        index("p/cat/1.jpg").save(tmp_path / "index.json")
-    finally:
-        os.umask(before)
-    [file] = tmp_path.iterdir()  # and no unfinished one
-    assert file.stat().st_mode & 0o777 == 0o644
