@@ -5,7 +5,6 @@ import pytest
 from flytekitplugins.daskpytorch.driver.collectives import compare, in_words, named, users_frames
 from flytekitplugins.daskpytorch.driver.parts.hang import explain_failure
 from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collective, Recalled
-from flytekitplugins.daskpytorch.rank.calls import CELL
 
 ALL = "the default group (gloo)"
 ROW, COLUMN = "group 1 (gloo)", "group 2 (gloo)"
@@ -142,7 +141,7 @@ def test_frames_of_the_user_alone_are_shown() -> None:
 @pytest.mark.parametrize(
     ("file", "is_users"),
     [
-        *((file, True) for file in ("/code/a.py", "<ipython-input-1-ab>", CELL, "<stdin>", "<python-input-0>")),
+        *((file, True) for file in ("/code/a.py", "<ipython-input-1-ab>", "<stdin>", "<python-input-0>")),
         *((file, True) for file in ("<doctest a.f[0]>", "<command-12>", "<torch_package_0>.a.py", "<strings>")),
         *((file, False) for file in ("<frozen runpy>", "<string>", "<unknown>", "<template>", "<decorator-gen-12>")),
         *(

@@ -85,7 +85,7 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
         array = np.arange(1 << 18, dtype=np.float64)  # 2 MiB, which travel apart from the call
         assert gang.call(numbers_of, array, [values]).result()[1][0] == float(array.sum())
         os.kill(other, signal.SIGKILL)
-        until(lambda: not gang.is_open, "the end of the gang")
+        until(lambda: "ended" in repr(gang), "the end of the gang")
         with pytest.raises(GangError, match=r"this gang has ended.*rank 1 of 2 failed.*Begin a new gang") as ended:
             gang.call(total, values)
         assert ended.value.kind == "signal"

@@ -53,10 +53,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def load_ipython_extension(shell: Any) -> None:
-    """Add the magic `%%ranks` to IPython. `%load_ext flytekitplugins.daskpytorch` calls this function."""
-    import_module(f"{__name__}.task.staying").load_magic(shell)
-
-
 def __dir__() -> list[str]:
     return sorted({*globals(), *MODULES, *NAMES})

@@ -1,6 +1,5 @@
 """Tables for notebooks. Runs in the driver."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,12 +8,6 @@ from flytekitplugins.daskpytorch.report import table
 from flytekitplugins.daskpytorch.report.pieces import shared
 
 MAX_CELL = 60
-
-
-def is_notebook() -> bool:
-    """Return True if this process is a notebook's kernel. Imports no module."""
-    ipython = sys.modules.get("IPython")
-    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -66,10 +66,7 @@ def in_a_line(error: Exception) -> str:
 PLAIN_INTERVAL = 10.0
 """Seconds between two lines with metrics outside a terminal. A new epoch or a held-out metric is shown at once."""
 MAX_HELD = 10_000
-"""Lines that wait while a rank's debugger has the terminal, or until the end of a cell with `%%ranks`.
-
-Older lines are dropped.
-"""
+"""Lines that wait while a rank's debugger has the terminal. Older lines are dropped."""
 MIN_CALL = 1.0
 
 

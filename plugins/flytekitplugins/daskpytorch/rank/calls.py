@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import queue
@@ -15,10 +14,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.function import unpack_call, values
 from flytekitplugins.daskpytorch.protocol.messages import CallEnded, CallOrder, Finish, Forget, NextCall
 from flytekitplugins.daskpytorch.protocol.script import completed
-from flytekitplugins.daskpytorch.rank import sources
 from flytekitplugins.daskpytorch.rank.link import GangLink
-
-CELL = "<cell of all ranks>"
 
 
 class Server:
@@ -91,22 +87,3 @@ def _wait_for_gpu() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-# ---- Cells of a notebook, run by calls of `cell`
-
-
-def cell(source: str, kept: Mapping[str, Any]) -> str | None:
-    main = vars(sys.modules["__main__"])
-    sources.remember(CELL, source)
-    tree = ast.parse(source, CELL)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    main.update(kept)
-    try:
-        exec(compile(tree, CELL, "exec"), main)  # noqa: S102 - the user's own cell
-        value = eval(compile(ast.Expression(last.value), CELL, "eval"), main) if isinstance(last, ast.Expr) else None  # noqa: S307
-        return None if value is None else repr(value)
-    finally:
-        for name, each in kept.items():
-            if main.get(name) is each:  # else the value would stay here without its reference
-                del main[name]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flytekitplugins.daskpytorch.display import notebook
 from flytekitplugins.daskpytorch.display.journal_file import journal_in
 from flytekitplugins.daskpytorch.display.run_state import RunState, watched
 from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
@@ -33,19 +32,6 @@ class Shown:
     def all_observers(self) -> list[Observer]:
         journal = journal_in(self.run.folder if self.run is not None else self.journal_folder)
         return watched(self.state, [self.display, *journal, *self.observers])
-
-    @contextlib.contextmanager
-    def output_here(self) -> Iterator[None]:
-        """In a notebook, show the block's lines after the block: a kernel may show them in an older cell."""
-        if not isinstance(self.display, ProgressDisplay) or not notebook.is_notebook():
-            yield
-            return
-        board = self.display.board
-        board.hold(is_held=True)
-        try:
-            yield
-        finally:
-            board.hold(is_held=False)
 
     def places(self) -> dict[str, str]:
         has_checkpoint = self.run is not None and self.run.newest_step() is not None

@@ -5,7 +5,6 @@ StayingGang.call ──▶ driver.parts.calls.Calls (gang's thread) ──▶ ra
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import itertools
@@ -13,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
@@ -21,15 +19,11 @@ from flytekitplugins.daskpytorch.driver.futures import TURN, GangFutures, refuse
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.process.folders import state_of
-from flytekitplugins.daskpytorch.process.signals import deferred, is_interactive
-from flytekitplugins.daskpytorch.process.streams import say
+from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, kept_value, name_of
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
-from flytekitplugins.daskpytorch.rank.calls import CELL, cell
-from flytekitplugins.daskpytorch.rank.sources import remember
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 
 if TYPE_CHECKING:
@@ -102,25 +96,11 @@ class StayingGang:
     def __init__(self, run: Run, request: Request, launcher: AgentLauncher, num_ranks: int) -> None:
         self._calls = calls = Calls()
         self._settings = request.settings
-        code = pack_code()
-        self._states = dict(code.originals.values())
-        self._supervisor = run.supervised(replace(request, calls=calls, code=code), launcher)
-        self._shown = run.shown
+        self._supervisor = run.supervised(replace(request, calls=calls, code=pack_code()), launcher)
         self._futures = RunFutures(run, self._supervisor, num_ranks)
         self._futures[0].add_done_callback(lambda future: calls.note_end(future.exception()))
         weakref.finalize(self, self._supervisor.cancel).atexit = False
         self._await_start()
-        _newest.append(weakref.ref(self))
-
-    @classmethod
-    def newest(cls) -> StayingGang | None:
-        _newest[:] = [ref for ref in _newest if (gang := ref()) is not None and gang.is_open]
-        return _newest[-1]() if _newest else None
-
-    @property
-    def is_open(self) -> bool:
-        """True if the gang is neither closed nor ended."""
-        return self._calls.is_open
 
     def _await_start(self) -> None:
         with deferred(self._supervisor.cancel):
@@ -185,13 +165,6 @@ class StayingGang:
         futures.result()
         return kept
 
-    def keeps(self, value: object) -> bool:
-        return isinstance(value, KeptValues) and value.gang is self
-
-    def output_here(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a notebook shows the ranks' output in the cell that runs now."""
-        return self._shown.output_here() if self._shown is not None else contextlib.nullcontext()
-
     def close(self) -> None:
         """End all ranks. Calls that have not ended are cancelled."""
         self._finish(cancels=True)
@@ -210,7 +183,6 @@ class StayingGang:
         check_function(function)
         check_arguments(function, *args, **kwargs)
         call, large = packed(function, args, kwargs)
-        self._warn_of_changes()
         number, calls = next(_numbers), self._calls
         keep = self, function, args, kwargs
         cancel = functools.partial(calls.cancel, number)
@@ -227,12 +199,6 @@ class StayingGang:
         if not calls.ask(asked):
             raise self._error_if_over()
         return futures, number
-
-    def _warn_of_changes(self) -> None:
-        for path, state in self._states.items() if is_interactive() else ():  # a script is not edited while it runs
-            self._states[path] = state_of(Path(path))
-            if self._states[path] != state:
-                say(f"{path} has changed, and the ranks keep the old code: begin a new gang to use the new one")
 
     def _error_if_over(self) -> GangError:
         error = self._calls.end
@@ -252,33 +218,5 @@ class StayingGang:
         return over
 
 
-# ---- The magic `%%ranks`
-
-
-def load_magic(shell: Any) -> None:
-    def ranks(line: str, source: str) -> None:
-        """Run a cell in every rank of the newest gang, and print the last expression's value of each rank.
-
-        A semicolon behind the expression keeps the values from being printed, as in any cell.
-        """
-        __tracebackhide__ = True
-        if line.strip():
-            raise ValueError(f"%%ranks {line}: takes no words behind it. The cell runs in every rank")
-        ast.parse(source)  # a syntax error needs no rank
-        if (gang := StayingGang.newest()) is None:
-            raise RuntimeError("%%ranks needs a gang that stays: begin one by gang = dispatch.gang(...)")
-        kept = {name: value for name, value in shell.user_ns.items() if gang.keeps(value)}
-        remember(CELL, source)
-        with gang.output_here():
-            values = gang.call(cell, source, kept).result()
-        is_quiet = shell.displayhook.semicolon_at_end_of_expression(source)
-        for rank, value in enumerate(values):
-            if value is not None and not is_quiet:
-                print(f"[rank {rank}] {value}")
-
-    shell.register_magic_function(ranks, "cell", "ranks")
-
-
-_newest: list[weakref.ref[StayingGang]] = []
 _numbers = itertools.count(1)
 """Numbers of all gangs' calls: a reference from another gang finds no value."""
