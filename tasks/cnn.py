@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 from torch import Tensor, nn
 
-from flytekitplugins.daskpytorch import StrictInputs, current_rank
+from flytekitplugins.daskpytorch import Histogram, StrictInputs, current_rank
 from flytekitplugins.daskpytorch.data import RankLoader
 from tasks.checks import COUNT, is_whole, raise_if_wrong
 from tasks.digits import Digits, DigitSet
@@ -70,7 +70,7 @@ class Recorded:
     num_images: int = 0
     """Number of images of each of these batches."""
     gradients: bool = False
-    """True to record histograms of the gradients."""
+    """True to record histograms of the gradients at the end of each epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,8 +174,6 @@ class _Trainer(Trainer):
             hp,
             group=group,
         )
-        if recorded.gradients:
-            self.rank.watch(self.model)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted mean loss over this rank's share, the sum of the loss, and the number of images."""
@@ -204,8 +202,13 @@ class _Trainer(Trainer):
         )
 
     def shown(self, metrics: EpochMetrics) -> dict[str, Any]:
-        """Return the metrics, on rank 0 with the predictions. Without a run of Weights & Biases, these are dropped."""
+        """Return the metrics, on rank 0 with gradients and predictions. Without Weights & Biases, these are dropped."""
         shown = super().shown(metrics)
+        if self.rank.is_main and self.recorded.gradients:
+            parameters = self.model.named_parameters()
+            shown |= {
+                f"gradients/{name}": Histogram.of(each.grad) for name, each in parameters if each.grad is not None
+            }
         if self.rank.is_main and self.recorded.num_batches and self.recorded.num_images and self.evaluation:
             try:
                 shown["predictions"] = predictions_table(

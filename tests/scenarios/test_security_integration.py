@@ -14,7 +14,7 @@ from rich.console import Console
 from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.data import S3ImageFolder
 from flytekitplugins.daskpytorch.display.training import plain_inputs
-from flytekitplugins.daskpytorch.display.wandb_run import RunSettings
+from flytekitplugins.daskpytorch.display.wandb import RunSettings
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.sweep.sweep import SweepDisplay
 from pages import REPOSITORY

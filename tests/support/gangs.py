@@ -106,17 +106,13 @@ class FakeCheckpoint(context.Checkpoint):
 
 
 class Logged(Link):
-    """Keeps what is logged and watched."""
+    """Keeps what is logged."""
 
-    def __init__(self, records: list[LogRecord], watched: list[Any] | None = None) -> None:
+    def __init__(self, records: list[LogRecord]) -> None:
         self.records = records
-        self.watched = [] if watched is None else watched
 
     def log(self, record: LogRecord) -> None:
         self.records.append(record)
-
-    def watch(self, model: Any, log_freq: int) -> None:
-        self.watched.append(model)
 
 
 @contextlib.contextmanager

@@ -221,9 +221,6 @@ class Link:
         """Report a log record to the driver. Outside a gang, write it to the `logging` module's log."""
         logger.info("step %d: %s", record.step, ", ".join(f"{n}={v}" for n, v in record.metrics.items()))
 
-    def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        """Have the trackers in rank 0 record the gradients of a model."""
-
     def submit(self, path: str, data: bytes) -> None:
         """Send a file to the driver, which writes it below its folder for results. Outside a gang, discard the file."""
 
@@ -329,18 +326,6 @@ class RankContext:
         else:
             self.progress.reach(record.step)
         self.link.log(record)
-
-    def watch(self, model: torch.nn.Module, *, log_freq: int = 100) -> None:
-        """Record histograms of a model's gradients in the Weights & Biases run, if there is one.
-
-        Unlike `wandb.watch`, `watch` records the gradients that the optimizer gets: DDP's average over all ranks. The
-        next call of `log` sends them as `gradients/<parameter>`.
-
-        Args:
-            model: Any module, also in DDP. Rank 0's call counts.
-            log_freq: Optimizer steps from one record to the next.
-        """
-        self.link.watch(model, log_freq)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Count the time of a `with` block as evaluation in the gang's account of time (`Goodput.evaluation`)."""

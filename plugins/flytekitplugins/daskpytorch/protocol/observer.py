@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.function import pack_call, unpack_call
 from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage
-
-if TYPE_CHECKING:
-    import torch
-
 
 logger = logging.getLogger(__name__)
 NOTICE_INTERVAL = 10.0
@@ -74,9 +70,6 @@ class RankObserver:
 
         Also called with the metrics of each evaluation of `Gang(evaluate=...)`, then from another thread.
         """
-
-    def on_watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        """Called after rank 0 called `watch` to record a model's gradients every `log_freq` steps."""
 
     def on_goodput(self, goodput: Goodput) -> None:
         """Called once with the account of the gang's time, when all ranks' functions have returned."""

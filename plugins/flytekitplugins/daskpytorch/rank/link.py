@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import messages, payload, pickler
@@ -26,10 +26,6 @@ from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage, sha
 from flytekitplugins.daskpytorch.rank.transfers import Transfers
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
-
-if TYPE_CHECKING:
-    import torch
-
 
 INTERVAL = 0.2
 """Seconds that a log record of rank 0 waits at most. A killed rank loses its waiting records."""
@@ -136,9 +132,6 @@ class GangLink(Link):
     def show(self, record: LogRecord) -> None:
         with self._observers_lock:
             self.observers.call("on_log", record)
-
-    def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        self.observers.call("on_watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
         self._send_pieces(path, [data])

@@ -46,8 +46,6 @@ from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint, numb
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
 
 if TYPE_CHECKING:
-    import torch
-
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 
 
@@ -240,9 +238,6 @@ class _Link(Link):
         self._told.tell(journal.Logged(record=record.sent()))
         if self._told.stopped_early is not None:
             raise self._told.stopped_early
-
-    def watch(self, model: torch.nn.Module, log_freq: int) -> None:
-        self.trackers.call("on_watch", model, log_freq)
 
     def submit(self, path: str, data: bytes) -> None:
         for piece in payload.cut(path, [data]):
