@@ -93,7 +93,7 @@ class Agent:
 
     def live(self):
         self.num_moves = {{rank: count + 1 for rank, count in self.num_moves.items()}}
-        self.connection.send_frame(framing.heartbeat(self.num_moves))
+        self.connection.send(messages.Beat(self.num_moves))
         if self.num_moves and time.monotonic() >= self.usage_at:
             self.usage_at += self.usage_interval
             for rank, count in self.num_moves.items():

@@ -93,14 +93,6 @@ def test_worker_whose_agent_cannot_start_is_not_asked_again(agents: Agents, erro
     )
 
 
-def test_worker_whose_agent_fails_again_and_again_is_not_asked_any_more(agents: Agents) -> None:
-    for _ in range(2):
-        assert agents.refused == {}
-        agents.note_broken(W1, "Traceback ...\nOSError: a full disk\n")
-    assert str(agents.refused[W1]) == "its agent failed 2 times: OSError: a full disk"
-    assert recruit(agents) == [W2]
-
-
 def test_failure_of_an_earlier_launch_does_not_refuse_a_worker_that_was_asked_again(agents: Agents) -> None:
     agents.launch([W1])
     hello(agents, W1)
@@ -130,17 +122,11 @@ def test_worker_that_cannot_be_asked_for_want_of_a_scheduler_is_given_up(
     )
 
 
-@pytest.mark.parametrize("recruits", [True, False])
-def test_worker_that_went_before_it_answered_is_lost(agents: Agents, cluster: Cluster, *, recruits: bool) -> None:
+def test_worker_that_went_before_it_answered_is_lost(agents: Agents, cluster: Cluster) -> None:
     agents.launch([W1, W2])
     hello(agents, W1)
     cluster.here = {W1, W3}
-    if recruits:
-        assert recruit(agents) == [W3]
-    else:
-        agents.clock.now += RECRUIT_INTERVAL  # type: ignore[attr-defined]
-        agents.note_absences()
-        assert W3 not in cluster.asked
+    assert recruit(agents) == [W3]
     assert str(agents.lost[W2]) == "the worker was lost before the gang was formed"
 
 

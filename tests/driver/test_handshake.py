@@ -19,6 +19,7 @@ from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.messages import Leaving, Lines
 from processes import num_open_files
 
@@ -112,7 +113,10 @@ def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.Simp
     assert_sent_away(stranger, events)
 
 
-def test_an_agent_of_another_gang_is_sent_away(listener: Listener, events: queue.SimpleQueue[Action]) -> None:
+def test_an_agent_of_another_gang_is_sent_away(
+    listener: Listener, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framing, "DIAL_TIME", 0.0)
     with pytest.raises(ConnectionError, match=r"did not prove that it is the gang.s driver"):
         framing.dial(order(listener.address, token=b"u" * 32))
     assert events.empty()
@@ -187,16 +191,18 @@ def begin_with_something_else(called: socket.socket, bomb: bytes) -> None:
 
 @pytest.mark.parametrize("play", [prove_falsely, begin_with_something_else])
 def test_an_agent_opens_nothing_from_one_who_is_not_its_driver(
-    play: Callable[[socket.socket, bytes], None], bomb: Bomb
+    play: Callable[[socket.socket, bytes], None], bomb: Bomb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(framing, "DIAL_TIME", 0.0)
     address, thread = impostor(lambda called: play(called, pickle.dumps(bomb)))
     with pytest.raises(ConnectionError, match=r"did not prove that .*another program may use its port"):
         framing.dial(order(address))
     thread.join()
 
 
-def test_one_agents_answer_does_not_prove_another_one_the_driver() -> None:
+def test_one_agents_answer_does_not_prove_another_one_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The impostor has each of two agents answer the other's challenge."""
+    monkeypatch.setattr(framing, "DIAL_TIME", 0.0)
 
     def play(first: socket.socket, second: socket.socket) -> None:
         first.sendall(framed(b"x" * 32))
@@ -234,15 +240,21 @@ def test_a_connection_survives_a_network_that_fails_for_a_moment(
         server = at_last.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))  # refuses connections
 
-        def waits() -> Iterator[float]:
-            yield 0.0  # before the first connection
+        dial_once = framing._dial_once
+
+        def fail_once(asked: AgentOrder) -> Connection:
+            monkeypatch.setattr(framing, "_dial_once", dial_once)
+            with contextlib.ExitStack() as afterwards:
+                afterwards.callback(begin_to_listen)
+                return dial_once(asked)
+
+        def begin_to_listen() -> None:
             server.listen()
             monkeypatch.setattr(framing, "listen_at", lambda _: server)
             at_last.callback(listening(TOKEN, events).end)
-            yield 0.0
 
-        monkeypatch.setattr(framing, "DIAL_WAITS", waits())
-        with contextlib.closing(framing.dial(order(server.getsockname()), ConnectionError)) as connection:
+        monkeypatch.setattr(framing, "_dial_once", fail_once)
+        with contextlib.closing(framing.dial(order(server.getsockname()))) as connection:
             connection.send(Leaving())
             assert heard(events) == Leaving()
 
@@ -265,12 +277,11 @@ def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_l
 
 
 def test_who_hangs_up_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "DIAL_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(framing, "DIAL_TIME", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
-            for _ in range(3):
-                server.accept()[0].close()
+            server.accept()[0].close()
 
         thread = threading.Thread(target=hang_up)
         thread.start()

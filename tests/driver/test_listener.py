@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import Hello, Leaving, Lines, Upload
+from flytekitplugins.daskpytorch.protocol.messages import Beat, Hello, Leaving, Lines, Upload
 from flytekitplugins.daskpytorch.settings import Gang
 from processes import num_open_files, until
 
@@ -222,7 +222,7 @@ def test_the_newest_heartbeat_is_there_when_the_agents_next_message_is_heard(
 ) -> None:
     agent = dial()
     for count in (1, 2):
-        agent.send_frame(framing.heartbeat({1: count}))
+        agent.send(Beat({1: count}))
     agent.send(Leaving())  # its rank may be another attempt's from here on
     assert heard(events) == Leaving()
-    assert list(listener.beats.values()) == [framing.heartbeat({1: 2})]
+    assert list(listener.beats.values()) == [Beat({1: 2})]

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.node import agent
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, LineSplitter
-from flytekitplugins.daskpytorch.protocol import code, framing, messages
+from flytekitplugins.daskpytorch.protocol import code, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import Sharding
 from flytekitplugins.daskpytorch.protocol.failure import Recalled
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -105,9 +104,9 @@ class Driver:
     def hear_of_rank(self, connection: Connection, rank: int, said: Sequence[Any]) -> None:
         self.unheard.extend(said)
 
-    def note_beat(self, connection: Connection, beat: bytes) -> None:
-        if connection is self.connection and (moves := dict(framing.moves_in(beat))):
-            self.unheard.append(moves)
+    def note_beat(self, connection: Connection, beat: messages.Beat) -> None:
+        if connection is self.connection and beat.num_moves:
+            self.unheard.append(beat.num_moves)
 
     def note_end(self, connection: Connection) -> None:
         if connection is self.connection:
@@ -207,7 +206,7 @@ def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
     driver.send(messages.Tell(Leave()))
     driver.next(messages.Exited)
     file.write_text("TEXT = 'after'")
-    driver.start(look, replace(packed, archive=b""))
+    driver.start(look, packed)
     text, path = cloudpickle.loads(driver.next(Returned).value)
     assert (text, path == str(file)) == ("before", False)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pickle
 import socket
 import time
 from collections.abc import Iterator
@@ -11,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.framing import MAX_PIECE, SIZE, Connection, watch_peer
-from flytekitplugins.daskpytorch.protocol.messages import Leaving, Lines
 from processes import ends
 
 DATA = [b"", b"x", os.urandom(3 * MAX_PIECE), b"the end"]
@@ -99,16 +96,3 @@ def test_bytes_that_trickle_in_do_not_put_off_a_deadline(both: tuple[Connection,
     theirs._sock.sendall(framed(b"x" * 32)[:-1])
     with pytest.raises(TimeoutError):
         ours.recv_frame(32, time.monotonic() + 0.05)
-
-
-@pytest.mark.parametrize("num_moves", [{}, {0: 0}, {7: 1 << 40, 8: 3}, {rank: rank for rank in range(8)}])
-def test_a_heartbeat_arrives_as_it_was_sent(num_moves: dict[int, int]) -> None:
-    frame = framing.heartbeat(num_moves)
-    assert framing.is_heartbeat(frame)
-    assert dict(framing.moves_in(frame)) == num_moves
-
-
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_no_message_is_taken_for_a_heartbeat(protocol: int) -> None:
-    for message in (Leaving(), Lines(0, ["x"])):
-        assert not framing.is_heartbeat(pickle.dumps(message, protocol))

@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol import framing, journal, messages
+from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import (
     CheckpointEntry,
     Written,
@@ -146,7 +146,6 @@ class Agent:
     is_closed: bool = False
     """It was told that the gang is over."""
     is_hung_up: bool = False
-    has_sources: bool = False
     places: list[Place] = field(default_factory=list)
     """Where its ranks were told to be, newest attempt."""
 
@@ -550,9 +549,7 @@ class World:
     def _begin(self, agent: Agent, order: messages.Start) -> None:
         if not any(start.job.attempt == order.job.attempt for start in self.starts):
             self._note_start(order)
-        if bool(order.code.archive) == agent.has_sources:
-            self.complaints.append(f"{agent.worker} {'has' if agent.has_sources else 'needs'} the sources")
-        agent.attempt, agent.has_sources, agent.places = order.job.attempt, True, order.places
+        agent.attempt, agent.places = order.job.attempt, order.places
         step = order.job.checkpoint.step if order.job.checkpoint else 0
         agent.ranks = {place.rank: Rank(place.rank, step=step) for place in order.places}
 
@@ -601,7 +598,7 @@ class World:
         """It tells of its ranks' signs of life."""
         if not agent.is_gone and not agent.is_hung_up:
             agent.heard_at = self.clock()
-            self.feed(self.state.note_beat, agent, framing.heartbeat(num_moves))
+            self.feed(self.state.note_beat, agent, messages.Beat(num_moves))
 
     def leave(
         self, agent: Agent, rank: int, exitcode: int, *, stopped: bool = False, watchdog: str = "", log_tail: str = ""

@@ -4,19 +4,15 @@ import contextlib
 import functools
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder
-from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.messages import Close, Hello, Start, ToAgent
-from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place, leave_out, worker_order
+from flytekitplugins.daskpytorch.protocol.messages import Close, Hello, ToAgent
+from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, leave_out, worker_order
 
-MAX_BROKEN = 2
 MAX_SILENCE = 15.0
 """Seconds without a message after which an agent counts as lost. Agents send messages every 1 to 3 s."""
 SILENCE_INTERVAL = 0.5
@@ -40,12 +36,8 @@ class Peer:
     connection: Connection
     """The receiving thread sets its `heard_at`, the time of the agent's last message."""
     joined_at: float
-    _has_code: bool = False
-
-    def start(self, job: Job, code: Code, places: list[Place]) -> None:
-        """The archive of the source code is sent only the first time."""
-        self.send(Start(job, replace(code, archive=b"") if self._has_code else code, places))
-        self._has_code = True
+    traceback: str | None = None
+    """Of the agent's own error, after which its connection ends."""
 
     def send(self, message: ToAgent) -> None:
         """Loss of the connection raises no error here, but arrives as an event."""
@@ -73,7 +65,6 @@ class Agents:
     """`recruit` skips these workers, although the scheduler may list them, until their agent reconnects."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _launches: dict[str, int] = field(default_factory=dict)
-    _num_broken: Counter[str] = field(default_factory=Counter)
     _looked_at: float = field(init=False)
     _recruit_at: float = field(init=False)
     _unanswered_since: float | None = None
@@ -168,12 +159,6 @@ class Agents:
             self.lost[peer.node.worker] = ConnectionError("the worker was lost")
         return peer
 
-    def note_broken(self, worker: str, traceback: str) -> None:
-        self._num_broken[worker] += 1
-        if self._num_broken[worker] >= MAX_BROKEN:
-            last_line = traceback.rstrip().rpartition("\n")[2]
-            self.refused[worker] = GangError(f"its agent failed {MAX_BROKEN} times: {last_line}", worker=worker)
-
     def silent(self) -> list[Peer]:
         """Return the agents without a message for `MAX_SILENCE`. The caller must forget them, as they may resume."""
         now = self.clock()
@@ -191,10 +176,6 @@ class Agents:
         peer.connection.hang_up()
         self._silent_workers.add(peer.node.worker)
         self._launch([peer.node.worker])
-
-    def note_absences(self) -> None:
-        if self.expected and (present := self._look()) is not None:
-            self._give_up(self.expected - present)
 
     def can_grow(self, carriers: Collection[str]) -> bool:
         """Return True if a restart would add workers to these `carriers`, and more are unlikely to follow."""
@@ -234,10 +215,9 @@ class Agents:
         self._unanswered_since = None
         return present
 
-    def is_hopeless(self, *, recruits: bool) -> bool:
-        """Return True if too few workers remain. `recruits`: new workers replace lost ones."""
-        gone = self.refused.keys() | (set() if recruits else self.lost.keys())
-        return self.num_wanted - len(gone) < self.num_least
+    @property
+    def is_hopeless(self) -> bool:
+        return self.num_wanted - len(self.refused) < self.num_least
 
     def awaited(self) -> str:
         if self.launcher.scheduler is None and self.num_wanted == 1:

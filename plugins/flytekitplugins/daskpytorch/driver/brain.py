@@ -128,9 +128,8 @@ class Brain:
         if self._state.stop_request is not None:
             raise self._preempted(self._state.stop_request)
         is_first, now, agents = self._state.number == 0, self._now(), self._agents
-        recruits = not is_first or self._settings.max_restarts > 0
         if agents.num_sound < agents.num_wanted:
-            self._look_for_workers(recruits=recruits)
+            self._recruit()
         found = verdict(
             num_here=agents.num_nodes,
             num_sound=agents.num_sound,
@@ -138,7 +137,7 @@ class Brain:
             num_least=agents.num_least,
             num_expected=len(agents.expected),
             is_first=is_first,
-            is_hopeless=is_first and agents.is_hopeless(recruits=recruits),
+            is_hopeless=is_first and agents.is_hopeless,
             is_settled=now >= self._settled_at,
             is_late=now >= self._deadline,
         )
@@ -152,12 +151,9 @@ class Brain:
         self._observers.remind(agents.awaited())
         return self._wait(self._deadline, self._settled_at if now < self._settled_at else now + SETTLE_TIME)
 
-    def _look_for_workers(self, *, recruits: bool) -> None:
+    def _recruit(self) -> None:
         try:
-            if recruits:
-                self._agents.recruit()
-            else:
-                self._agents.note_absences()
+            self._agents.recruit()
         except ConnectionError as error:
             raise WorkerLostError(
                 f"{self._request.name} cannot go on: {error}. See the scheduler's log", cause=str(error)

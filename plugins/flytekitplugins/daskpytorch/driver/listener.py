@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import Download, FromAgent, Reported, Upload, unpack
+from flytekitplugins.daskpytorch.protocol.messages import Beat, Download, FromAgent, Reported, Upload, unpack
 from flytekitplugins.daskpytorch.protocol.payload import Piece
 
 Transfer = Upload | Download
@@ -49,7 +49,7 @@ class Listener:
         self._serve_file = serve_file
         self._room = threading.Semaphore(MAX_UNAUTHENTICATED)
         self._places = threading.Semaphore(MAX_WAITING)
-        self.beats: dict[Connection, bytes] = {}
+        self.beats: dict[Connection, Beat] = {}
         """Newest heartbeats. They wake nobody: they only move deadlines back."""
         self._is_closing = False
         self._is_over = False
@@ -169,11 +169,11 @@ class Listener:
         self._agents.append(connection)
         self._note(connection, message)
         while True:
-            frame = connection.recv_frame()
-            if framing.is_heartbeat(frame):
-                self.beats[connection] = frame
+            message = connection.recv()
+            if isinstance(message, Beat):
+                self.beats[connection] = message
             else:
-                self._note(connection, pickle.loads(frame))  # noqa: S301 - it has proved to be our own agent
+                self._note(connection, message)
 
     def _note(self, connection: Connection, message: FromAgent) -> None:
         call = functools.partial(self._state.hear, connection, message)

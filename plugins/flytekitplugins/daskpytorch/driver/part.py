@@ -66,9 +66,6 @@ class Part:
     def rank_over(self, attempt: Attempt, rank: int, failure: Failure | None) -> None:
         """Called when a rank has failed, or when it has ended or is at rest (`failure`: None)."""
 
-    def lose_agent(self, peer: Peer) -> None:
-        """Called when an agent is lost."""
-
     def note_kept(self, entry: CheckpointEntry) -> None:
         """Called when a checkpoint is safe, before an older one may be deleted."""
 

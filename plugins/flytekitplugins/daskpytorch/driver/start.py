@@ -9,6 +9,7 @@ from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import journal, placement
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.job import Job, log_folder
+from flytekitplugins.daskpytorch.protocol.messages import Start
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
@@ -31,7 +32,7 @@ def start_attempt(state: GangState, number: int, code: Code) -> Attempt:
     for part in state.parts:
         job = part.equip(job)
     for peer, here in zip(carriers, places, strict=True):
-        peer.start(job, code, here)
+        peer.send(Start(job, code, here))
     placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
     return Attempt(
         number=number,

@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.protocol import framing, journal, messages
+from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -125,8 +125,6 @@ class GangState:
         self.deadlines = Deadlines(request.settings.grace_period)
         self.observers = observers
         self._takers: dict[type | Question, list[Part]] = {}
-        self._broken: dict[str, str] = {}
-        """Worker -> traceback of its failed agent, until the agent's connection ends."""
 
     def use(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -215,13 +213,11 @@ class GangState:
                 if (attempt := self._attempt_of(peer, rank)) is not None:
                     attempt.note_exit(message)
             case messages.Broken(text):
-                self._broken[peer.node.worker] = text
+                peer.traceback = text
             case messages.Leaving():
                 self._note_leaving(peer)
             case messages.Lines(rank, lines):
                 self.observers.tell(journal.Wrote(rank=rank, lines=lines))
-            case messages.Reported():
-                pass  # the listener unpacks reports for `hear_of_rank`
 
     def _welcome(self, hello: messages.Hello, connection: Connection) -> None:
         if (displaced := self.agents.welcome(hello, connection)) is not None:
@@ -251,14 +247,9 @@ class GangState:
 
     def _note_loss(self, peer: Peer) -> None:
         worker = peer.node.worker
-        traceback = self._broken.pop(worker, None)
-        if traceback is not None:
-            self.agents.note_broken(worker, traceback)
         if self.attempt is not None and worker in self.attempt.ranks_of:
-            self.attempt.lose(worker, traceback)
+            self.attempt.lose(worker, peer.traceback)
             self.lost_at = self.now()
-        for part in self.parts:
-            part.lose_agent(peer)
 
     def _note_leaving(self, peer: Peer) -> None:
         self.agents.leaving.add(peer.node.worker)
@@ -275,9 +266,9 @@ class GangState:
 
     # ---- from ranks
 
-    def note_beat(self, connection: Connection, beat: bytes) -> None:
+    def note_beat(self, connection: Connection, beat: messages.Beat) -> None:
         if (peer := self.agents.find(connection)) is not None:
-            for rank, num_moves in framing.moves_in(beat):
+            for rank, num_moves in beat.num_moves.items():
                 if (attempt := self._attempt_of(peer, rank)) is not None:
                     self._hand_out(Moves, peer, attempt, rank, Moves(num_moves))
 

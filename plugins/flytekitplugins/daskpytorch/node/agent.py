@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -88,8 +87,6 @@ class _Agent:
         self._order = order
         self._data = data
         self._scratch = scratch
-        self._archive = b""
-        """A later attempt unpacks the sources again if files on this machine have changed."""
         self._server = fork_client.connect()
         self._meeting: socket.socket | None = None
         self._leaving = leaving
@@ -168,8 +165,7 @@ class _Agent:
 
     def _start(self, order: messages.Start) -> None:
         self._num_kills_for_memory, self._stays = num_kills_for_memory(), order.job.call is None
-        self._archive = order.code.archive or self._archive
-        sources = place_code(replace(order.code, archive=self._archive), self._scratch)
+        sources = place_code(order.code, self._scratch)
         if self._logs is None and (folder := job.log_folder(order.job.settings, order.job.gang)) is not None:
             self._logs = LogFiles(folder, functools.partial(self._say_line, order.places[0].rank))
         self._heartbeat_interval = heartbeat_interval(order.places[0], order.job.pulse)
@@ -237,7 +233,7 @@ class _Agent:
 
     def _beat(self) -> None:
         told = {rank.place.rank: rank.num_moves for rank in self._ranks.values() if rank.num_moves is not None}
-        self._driver.send_frame(framing.heartbeat(told))
+        self._say(messages.Beat(told))
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]

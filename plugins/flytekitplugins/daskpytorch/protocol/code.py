@@ -42,7 +42,7 @@ class Program:
 @dataclass(frozen=True, kw_only=True)
 class Code:
     archive: bytes
-    """Tar archive of the files at the paths of their modules, or empty if the agent already has it."""
+    """Tar archive of the files at the paths of their modules."""
     digest: str
     script: str | None = None
     folders: Sequence[str] = ()

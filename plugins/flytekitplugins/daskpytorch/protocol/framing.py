@@ -1,7 +1,7 @@
-"""Connections between driver and agents: frames, the handshake, and heartbeats.
+"""Connections between driver and agents: frames, and the handshake.
 
-A frame is its size in eight bytes, and a pickled message, a heartbeat, or a part of the handshake. Only files travel
-without frames, right after their announcement.
+A frame is its size in eight bytes, and a pickled message or a part of the handshake. Only files travel without frames,
+right after their announcement.
 
 By the handshake, both ends prove that they belong to one gang, before any unpickling: challenge of the driver,
 challenge and proof of the agent, proof of the driver. A proof is an HMAC over role and both challenges, with the gang's
@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from flytekitplugins.daskpytorch.protocol.placement import title_of
 SIZE = struct.Struct("!Q")
 MAX_PIECE = 1 << 20
 DIAL_TIMEOUT = 30.0
-DIAL_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
-"""Seconds before each retry to connect."""
+DIAL_TIME, DIAL_PAUSE = 7.0, 0.3
+"""Seconds in which a failed connection to the driver is tried again, and pause between two attempts."""
 SENT_AT_ONCE = 16 << 20
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
@@ -38,8 +38,6 @@ PROOF_SIZE = 32
 ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
 PROOF_TIMEOUT = 60.0
 """Seconds. The driver may have thousands of agents to answer."""
-BEAT = b"\0"
-RANK = struct.Struct("!IQ")
 
 
 class Connection:
@@ -186,29 +184,26 @@ def _proof(token: bytes, role: bytes, of_driver: bytes, of_agent: bytes) -> byte
 # ---- The way to the driver, of an agent or of a rank with a file
 
 
-def dial(order: AgentOrder, retried: type[ConnectionError] = ConnectionAbortedError) -> Connection:
-    """Connect to the driver. By default, only a driver that has hung up is tried again.
-
-    Raises ConnectionError if the driver cannot be reached, or is another gang's.
-    """
-    for wait_for in DIAL_WAITS:
-        with contextlib.suppress(retried):
+def dial(order: AgentOrder) -> Connection:
+    """Raise ConnectionError if the driver cannot be reached for `DIAL_TIME`, or is another gang's."""
+    until = time.monotonic() + DIAL_TIME
+    while True:
+        try:
             return _dial_once(order)
-        time.sleep(wait_for)
-    return _dial_once(order)
-
-
-def _this_worker(order: AgentOrder) -> str:
-    return f"the worker {title_of(order.worker, socket.gethostname())}"
+        except ConnectionError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(DIAL_PAUSE)
 
 
 def _dial_once(order: AgentOrder) -> Connection:
     host, port = order.driver
+    worker = f"the worker {title_of(order.worker, socket.gethostname())}"
     try:
         sock = socket.create_connection((host, port), timeout=DIAL_TIMEOUT)
     except OSError as error:
         raise ConnectionError(
-            f"{_this_worker(order)} cannot reach the driver at {host}:{port} ({error}). Workers must be able to "
+            f"{worker} cannot reach the driver at {host}:{port} ({error}). Workers must be able to "
             "open connections to the machine that runs the task: check network policies and firewalls."
         ) from error
     sock.settimeout(None)
@@ -217,32 +212,8 @@ def _dial_once(order: AgentOrder) -> Connection:
         return introduce(sock, order.token)
     except (EOFError, OSError) as error:
         sock.close()
-        is_stranger = isinstance(error, (ConnectionRefusedError, TimeoutError))
-        raise (ConnectionError if is_stranger else ConnectionAbortedError)(
-            f"{_this_worker(order)} called {host}:{port}, and the process there did not prove that it is the gang's "
+        raise ConnectionError(
+            f"{worker} called {host}:{port}, and the process there did not prove that it is the gang's "
             f"driver ({str(error) or 'it hung up'}). The driver may have ended, or have too many other callers, "
             "another program may use its port, or a proxy between them may hang up."
         ) from error
-
-
-# ---- Heartbeat
-
-
-def heartbeat(num_moves: Mapping[int, int]) -> bytes:
-    """Return the frame of an agent's heartbeat, with the ranks' numbers of signs of life. Needs no unpickling.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch.protocol import framing
-        >>> frame = framing.heartbeat({8: 120, 9: 119})
-        >>> framing.is_heartbeat(frame), dict(framing.moves_in(frame))
-        (True, {8: 120, 9: 119})
-    """
-    return BEAT + b"".join(RANK.pack(*each) for each in num_moves.items())
-
-
-def is_heartbeat(frame: bytes) -> bool:
-    return frame[:1] == BEAT
-
-
-def moves_in(frame: bytes) -> Iterator[tuple[int, int]]:
-    return RANK.iter_unpack(memoryview(frame)[1:])

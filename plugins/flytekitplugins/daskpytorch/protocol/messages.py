@@ -227,6 +227,14 @@ class Reported:
 
 
 @dataclass(frozen=True)
+class Beat:
+    """The agent lives."""
+
+    num_moves: Mapping[int, int]
+    """Number of signs of life of each rank that gives some."""
+
+
+@dataclass(frozen=True)
 class Lines:
     rank: int
     lines: list[str]
@@ -254,7 +262,7 @@ class Leaving:
     """The agent's worker closes, by order of the Dask scheduler or a signal."""
 
 
-FromAgent = Hello | Reported | Lines | Exited | Broken | Leaving
+FromAgent = Hello | Beat | Reported | Lines | Exited | Broken | Leaving
 
 
 # ---- ... and to it

@@ -85,13 +85,13 @@ class Transfers:
             return mapped(file, address.segments)
 
     def _upload(self, file: CheckpointEntry) -> None:
-        with contextlib.closing(dial(self._agent, ConnectionError)) as connection:
+        with contextlib.closing(dial(self._agent)) as connection:
             connection.send(messages.Upload(file))
             connection.send_file(self._scratch / file.name, self._moved)
             _check(connection)
 
     def _download(self, name: str, path: Path, size: int, what: str, digest: str | None = None) -> None:
-        with contextlib.closing(dial(self._agent, ConnectionError)) as connection:
+        with contextlib.closing(dial(self._agent)) as connection:
             connection.send(messages.Download(name))
             _check(connection)
             take_file(self._watched(connection, size, what), path, what, digest)
