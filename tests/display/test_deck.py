@@ -110,27 +110,13 @@ def test_after_any_restarts_nothing_is_drawn_that_was_dropped(
             assert set(points) <= set(kept)
 
 
-def test_an_epochs_mean_is_no_steps_value() -> None:
-    recorder = RunState()
-    for step in range(6):
-        To(recorder).logged(record(step, epoch=1 + step // 3, loss=float(step)))
-        if step % 3 == 2:
-            To(recorder).logged(record(step + 1, epoch=1 + step // 3, loss=0.5, held_out_loss=0.25))
-    [chart] = recorder.metrics.charts()
-    assert chart.title == "loss"
-    assert chart.curves == {
-        "loss": [(float(step), float(step)) for step in range(6)],
-        "held_out_loss": [(3.0, 0.25), (6.0, 0.25)],
-    }
-    assert chart.best == {"held_out_loss": "min"}
-
-
 def test_a_curve_ends_with_the_newest_value_also_if_thinned() -> None:
     recorder = RunState()
     for step in range(5_000):
         To(recorder).logged(record(step, loss=float(((4_999 - step) * 5 + 3) % 8)))  # the last is no extreme
-    assert by_step(recorder)["loss"][-1] == (4_999.0, 3.0)
-    assert recorder.values.metrics["loss"] == 3.0
+    To(recorder).logged(record(5_000, loss=3.5, held_out_loss=0.5))
+    assert by_step(recorder)["loss"][-1] == (5_000.0, 3.5)
+    assert recorder.values.metrics["loss"] == 3.5
 
 
 @pytest.mark.parametrize(

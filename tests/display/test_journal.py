@@ -29,7 +29,7 @@ from flytekitplugins.daskpytorch.__main__ import main
 from flytekitplugins.daskpytorch.display import deck, journal_file
 from flytekitplugins.daskpytorch.display.journal_file import Journal, run_of
 from flytekitplugins.daskpytorch.display.run_state import RunState, watched
-from flytekitplugins.daskpytorch.display.terminal import Board, ProgressDisplay
+from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import Training
@@ -92,7 +92,7 @@ def page_of(file: Path) -> str:
 def lines_of(events: list[journal.Event]) -> str:
     """Lines of the terminal for a run."""
     text, now = io.StringIO(), [events[0].time]
-    display = ProgressDisplay(Board(Console(file=text, width=200, highlight=False)), unsaid=())
+    display = Display(Board(Console(file=text, width=200, highlight=False)), has_outcome=True)
     observers = watched(RunState(clock=lambda: now[0]), [display])
     with mock.patch.object(time, "monotonic", side_effect=lambda: now[0]):
         for event in events:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import told
-from flytekitplugins.daskpytorch.display import machine
-from flytekitplugins.daskpytorch.display.machine import MachineLog
-from flytekitplugins.daskpytorch.display.terminal import Display, ProgressDisplay
+from flytekitplugins.daskpytorch.display import terminal
+from flytekitplugins.daskpytorch.display.terminal import Display, MachineLog
 from flytekitplugins.daskpytorch.errors import GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.protocol.journal import Training
@@ -55,40 +54,37 @@ def begun(observer: Observer | None = None) -> Any:
     return observer
 
 
-def test_a_model_that_is_stopped_early_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    To(begun()).ended(StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0))
-    ended = said(capsys)[-1]
-    assert (ended["level"], ended["end"]["text"]) == ("INFO", "others are better")
-
-
-def test_a_call_that_fails_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    observer = begun()
-    for error in (None, GangError("no")):
-        To(observer).called("evaluate", error)
-    assert [line["level"] for line in said(capsys)[-2:]] == ["INFO", "ERROR"]
-
-
 def test_what_json_has_no_words_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     To(begun()).logged(record(1, loss=math.nan, best=-math.inf, text="\ud800\n"))
     assert said(capsys)[-1]["record"]["metrics"] == {"loss": "nan", "best": "-inf", "text": "\ud800\n"}
 
 
+STOPPED = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)
+
+
 @pytest.mark.parametrize(
-    ("level", "events"),
+    ("level", "error", "events"),
     [
-        ("10", ["began", "placed", "logged", "logged", "ended"]),
-        ("20", ["began", "placed", "logged", "ended"]),
-        ("40", ["ended"]),
+        ("10", GangError("no"), ["began", "placed", "logged", "logged", "called", "called", "ended"]),
+        ("20", STOPPED, ["began", "placed", "logged", "called", "called", "ended"]),
+        ("40", STOPPED, ["called"]),
+        ("40", GangError("no"), ["called", "ended"]),
     ],
 )
-def test_level_is_that_of_flyte(
-    level: str, events: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_level_is_that_of_flyte_and_a_failure_is_an_error(
+    level: str,
+    error: Exception,
+    events: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(streams.LEVEL_VARIABLE, level)
     observer = begun()
     To(observer).logged(record(1))
     To(observer).logged(record(1, rank=1))
-    To(observer).ended(GangError("no"))
+    To(observer).called("evaluate", None)
+    To(observer).called("evaluate", GangError("no"))
+    To(observer).ended(error)
     assert [line["event"] for line in said(capsys)] == events
 
 
@@ -133,10 +129,10 @@ def test_gangs_share_a_board_until_the_first_has_concluded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(streams.FORMAT_VARIABLE)
-    monkeypatch.setattr(machine, "_gangs", weakref.WeakSet())  # without gangs of other tests
-    first, second = machine.progress("flows.train"), machine.progress("flows.train")
-    keyed = machine.progress("flows.train", "of.mine")
-    displays = [each for each in (first, second, keyed) if isinstance(each, ProgressDisplay)]
+    monkeypatch.setattr(terminal, "_gangs", weakref.WeakSet())  # without gangs of other tests
+    first, second = terminal.progress("flows.train"), terminal.progress("flows.train")
+    keyed = terminal.progress("flows.train", "of.mine")
+    displays = [each for each in (first, second, keyed) if isinstance(each, Display)]
     assert [each.board for each in displays] == [displays[0].board] * 3
     for display in displays:
         display.say("asked")
@@ -144,8 +140,8 @@ def test_gangs_share_a_board_until_the_first_has_concluded(
         display.conclude("done", {})
     lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith("ed")]
     assert lines == ["train: asked", "noted", "train: asked", "train, noted", "of.mine: asked", "of.mine, noted"]
-    alone = machine.progress("flows.train")
-    assert isinstance(alone, ProgressDisplay)
+    alone = terminal.progress("flows.train")
+    assert isinstance(alone, Display)
     assert alone.board is not displays[0].board
     To(alone).noted("noted")
     assert capsys.readouterr().err == "noted\n"
@@ -161,8 +157,8 @@ def test_people_read_lines_and_their_logging_stays_as_it_is(
     streams.say("a notice")
     assert capsys.readouterr().err == "a notice\n"
     assert (streams.logger.handlers, streams.logger.propagate) == (before, True)
-    assert isinstance(machine.progress("train"), ProgressDisplay)
-    assert isinstance(machine.echo(), Display)
+    assert isinstance(terminal.progress("train"), Display)
+    assert isinstance(terminal.echo(), Display)
     monkeypatch.setenv(streams.LEVEL_VARIABLE, "40")
     streams.say("a notice")
     assert capsys.readouterr().err == ""

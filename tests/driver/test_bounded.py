@@ -13,12 +13,11 @@ from rich.console import Console
 
 from flytekitplugins.daskpytorch.display import run_state, terminal, tracker
 from flytekitplugins.daskpytorch.display.run_state import RunState
-from flytekitplugins.daskpytorch.display.terminal import Board, Display, ProgressDisplay
+from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
 from flytekitplugins.daskpytorch.protocol.journal import Logged, Shape, Training
 from flytekitplugins.daskpytorch.protocol.messages import Spent
-from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 from told import To
 
@@ -91,7 +90,7 @@ def test_records_in_the_deck(made: Callable[[int], LogRecord]) -> None:
 
 def test_records_in_a_terminal() -> None:
     with Path(os.devnull).open("w") as file:
-        display = ProgressDisplay(Board(Console(file=file, force_terminal=True, width=120)), "m.train")
+        display = Display(Board(Console(file=file, force_terminal=True, width=120)), "m.train", has_outcome=True)
         To(display).formed(1.0)
         try:
             # Every other record has a line.
@@ -128,12 +127,9 @@ def usage(rank: int, number: int) -> RankUsage:
     )
 
 
-@pytest.mark.parametrize("make", [Display, ProgressDisplay])
-def test_output_of_ranks_while_a_debugger_has_the_terminal(
-    make: Callable[[Board], Observer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_of_ranks_while_a_debugger_has_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "MAX_HELD", 100)
-    display = make(Board(Console(file=None, quiet=True)))
+    display = Display(Board(Console(file=None, quiet=True)))
     To(display).debugging(1)
     assert_bounded(display, lambda number: To(display).wrote(0, [f"line {number}"]))
 

@@ -1,7 +1,6 @@
 """Pieces of report pages: no name or value breaks them, they stay small, and load nothing."""
 
 import math
-import re
 from typing import Any
 
 import pytest
@@ -28,8 +27,7 @@ def every_piece(name: str) -> list[str]:
         report.figures({name: name, f"{name} ": (1.5, name)}),
         report.line_chart(name, {name: [(0, 1.0), (1, 2.0)]}, name, best={name: "min"}, marks=[(0.5, name)]),
         report.table((name,), [(name,)]),
-        report.shares({name: 1.0}, unit=name),
-        report.timeline([report.Span(start=0, end=1, text=name)], [report.Event(time=0, text=name, detail=name)]),
+        report.timeline([report.Event(time=0, text=name, detail=name)], start=0),
         report.card(name, report.text(name)),
         report.text(name, quiet=True),
         report.section(name, report.grid(report.text(name)), note=name),
@@ -141,12 +139,6 @@ def test_any_curves_can_be_drawn(curves: dict[str, list[tuple[float, float]]]) -
 # ---- Other pieces
 
 
-def test_shares_add_up() -> None:
-    page = bare(report.shares({"stepping": 75.0, "data": 25.0, "none": 0.0, "spoilt": math.nan}, unit="s"))
-    assert "stepping <b>75%</b> 75 s" in page
-    assert "none" not in page
-
-
 @pytest.mark.parametrize(
     ("number", "text"),
     [
@@ -169,12 +161,8 @@ def test_durations_are_short(seconds: float, text: str) -> None:
     assert report.duration(seconds) == text
 
 
-def test_a_timeline_says_what_lasted_and_what_happened() -> None:
-    spans = [report.Span(start=100, end=110, text="starting"), report.Span(start=110, end=200, text="training")]
+def test_a_timeline_says_what_happened_and_when() -> None:
     events = [report.Event(time=105, text="ranks have met"), report.Event(time=190, text="failed", detail="line\nline")]
-    Parts(bare(report.timeline([report.Span(start=5, end=5, text="at once")])))
-    page = bare(report.timeline(spans, events))
-    assert "timeline of 1 min 40 s: starting 10 s; training 1 min 30 s" in page
-    assert re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page) == [("0.000", "10.000"), ("10.000", "90.000")]
+    page = bare(report.timeline(events, start=100))
     assert [row[0] for row in rows_of(page)[1:]] == ["+5 s", "+1 min 30 s"]
     assert "line\nline" in page

@@ -79,7 +79,7 @@ def test_a_gang_out_of_memory_trains_on_with_smaller_micro_batches(how: str, oom
     assert futures._run_state.failures == {"memory": 2}
     assert weights == pytest.approx(undisturbed, abs=1e-5)
     assert (number, num_samples) == (2, NUM_STEPS * BATCH)
-    told = [event.text for event in futures._run_state.history.events if re.match(r"rank \d( in|$)", event.text)]
+    told = [event.text for event in futures._run_state.history if re.match(r"rank \d( in|$)", event.text)]
     assert told == [
         "rank 0 in attempt 0: micro batches of 32, 1 for a batch of 32",
         "rank 0 in attempt 1: micro batches of 16, 2 for a batch of 32",

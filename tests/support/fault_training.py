@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
-from flytekitplugins.daskpytorch.display import machine
+from flytekitplugins.daskpytorch.display import terminal
 from flytekitplugins.daskpytorch.driver import futures as gang_futures
 from flytekitplugins.daskpytorch.protocol.function import pack_call
 from processes import until
@@ -279,7 +279,7 @@ def run_on(
         call=pack_call(function, args, kwargs),
         ranks_per_worker=where,
         settings=settings,
-        observers=[machine.echo(), *(make() for make in settings.observers)],
+        observers=[terminal.echo(), *(make() for make in settings.observers)],
     )
     return gang_futures.GangFutures(Supervisor(request, OwnNode()), where)
 

@@ -45,7 +45,7 @@ def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
         *_how_it_goes(run),
         *_metrics(run),
         *_time_and_machines(run),
-        report.section("What happened", report.timeline(run.history.spans(run.now), run.history.events)),
+        report.section("What happened", report.timeline(run.history, run.began_at)),
         *_with_what(run),
         *_where(run.checkpoints, places),
     ]
@@ -125,8 +125,9 @@ def _metrics(run: RunState) -> Iterable[str]:
 def _time_and_machines(run: RunState) -> Iterable[str]:
     pieces = []
     if run.goodput is not None:
-        seconds = {name: value for name, value in run.goodput.as_dict().items() if name != "total"}
-        pieces.append(report.card("Where the gang's time went", report.shares(seconds, unit="s")))
+        total, *uses = run.goodput.as_dict().items()
+        rows = [(use, f"{seconds:.1f}", f"{seconds / total[1]:.0%}") for use, seconds in uses if seconds >= 0.05]
+        pieces.append(report.card("Where the gang's time went", report.table(("use", "seconds", "share"), rows)))
     if charts := run.usage_charts:
         drawn = [report.line_chart(what, lines, "seconds", from_zero=True) for what, lines in charts.items()]
         pieces.append(report.grid(*drawn))

@@ -159,7 +159,7 @@ def show(file: Path | None, page: Path | None) -> None:
         words = [brief(word) if isinstance(word, (int, float)) else str(word) for word in each]
         table.add_row(name, "  ".join(words))
     console.print(table)
-    for event in run.history.events[-MAX_EVENTS:]:
+    for event in run.history[-MAX_EVENTS:]:
         console.print(time.strftime("%H:%M:%S", time.localtime(event.time)), event.text, markup=False)
     if page is not None:
         console.print(f"page: {page}", markup=False)

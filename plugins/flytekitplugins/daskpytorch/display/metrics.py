@@ -33,22 +33,13 @@ class Chart:
 @dataclass
 class Metrics:
     is_crowded: bool = False
-    _by_step: set[str] = field(default_factory=set)
-    """Names that were in a record without held-out metrics."""
     _curves: dict[str, Curve] = field(default_factory=dict)
 
     def take(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a record's metrics, except values that cannot be drawn, such as NaN.
-
-        Beside held-out metrics, values of metrics that steps log sum up an epoch, and are left out.
-        """
-        sums_up = any(map(is_held_out, numbers))
+        """Add a record's metrics, except values that cannot be drawn, such as NaN."""
         for name, value in numbers.items():
-            is_drawn = name not in UNCHARTED and abs(value) <= MAX_VALUE
-            if is_drawn and not (sums_up and name in self._by_step and not is_held_out(name)):
+            if name not in UNCHARTED and abs(value) <= MAX_VALUE:
                 self._add(name, (float(step), value))
-        if not sums_up:
-            self._by_step |= numbers.keys() & self._curves.keys()
 
     def _add(self, name: str, point: Point) -> None:
         if name not in self._curves and len(self._curves) >= MAX_CURVES * (2 if is_held_out(name) else 1):

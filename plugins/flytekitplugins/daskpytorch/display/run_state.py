@@ -23,15 +23,22 @@ from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import End, Shape
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
-from flytekitplugins.daskpytorch.report import Curve, Span, Tone
+from flytekitplugins.daskpytorch.report import Curve, Tone
 from flytekitplugins.daskpytorch.report import Event as PageEvent
 from flytekitplugins.daskpytorch.report.chart import Points
+
+
+@dataclass(frozen=True)
+class Phase:
+    word: str
+    tone: Tone
+
 
 MAX_RECORDS = 100_000
 """About 46 MB of the driver's memory. Beyond, the oldest are removed."""
 MAX_EVENTS = 300
 """The first 150 and the newest stay."""
-MAX_SPANS = 400
+MAX_RESTARTS = 400
 MAX_SPOILT = 20
 MAX_USAGE_POINTS = 400
 MAX_NAMES = 10_000
@@ -39,15 +46,9 @@ MAX_NAMES = 10_000
 MAX_VALUES = 200
 STEPS = "optimizer steps per second"
 """Steps of log records have another chart, since users number them freely."""
-WORKERS, RANKS, TRAINING, IDLE = "waiting for workers", "ranks start", "training", "idle"
-NO_END = "no end recorded"
+TRAINING, IDLE = Phase("training", "busy"), Phase("idle", "idle")
+NO_END = Phase("no end recorded", "warn")
 TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad"}
-
-
-@dataclass(frozen=True)
-class Phase:
-    word: str
-    tone: Tone
 
 
 @dataclass
@@ -67,30 +68,6 @@ class Values:
         self.metrics = {**self.metrics, **record.metrics}  # a new dictionary, since other threads read the old one
         self.steps = {**self.steps, **dict.fromkeys(record.metrics, record.step)}
         self.record = self.record if record.is_evaluation else record
-
-
-class History:
-    def __init__(self, began_at: float) -> None:
-        self.events: list[PageEvent] = []
-        self.phase: Phase | None = Phase(WORKERS, "idle")
-        self._since = began_at
-        self._spans: list[Span] = []
-
-    def spans(self, now: float) -> list[Span]:
-        if self.phase is None:
-            return self._spans
-        until = max(self._since, now)
-        return [*self._spans, Span(start=self._since, end=until, text=self.phase.word, tone=self.phase.tone)]
-
-    def tell(self, event: journal.Event, text: str, tone: Tone = "idle") -> None:
-        heading, _, detail = text.strip().partition("\n")
-        self.events.append(PageEvent(time=event.time, text=heading, detail=detail.rstrip(), tone=tone))
-        if len(self.events) > MAX_EVENTS:
-            del self.events[MAX_EVENTS // 2]
-
-    def enter(self, event: journal.Event, phase: Phase | None) -> None:
-        self._spans = [*self.spans(event.time)][-MAX_SPANS:]
-        self._since, self.phase = event.time, phase
 
 
 @dataclass(kw_only=True, eq=False)
@@ -136,7 +113,8 @@ class RunState(Observer):
         self.inputs = plain_inputs(self.inputs)
         self.began_at = self.clock()
         self.ended_at: float | None = None
-        self.history = History(self.began_at)
+        self.history: list[PageEvent] = []
+        self._phase: Phase | None = None  # while the gang starts
         self._lines: dict[str, dict[str, Curve]] = {}
         self._spoilt: set[str] = set()
 
@@ -168,13 +146,9 @@ class RunState(Observer):
     def phase(self) -> Phase:
         if self.end is not None:
             return Phase(self.end.word, TONES.get(self.end.word, "warn"))
-        if (phase := self.history.phase) is not None and phase.word in (TRAINING, IDLE, NO_END):
-            return phase
+        if self._phase is not None:
+            return self._phase
         return Phase("starting again", "warn") if self.restarts else Phase("starting", "idle")
-
-    @property
-    def memory(self) -> int:
-        return sum(usage.memory + (usage.gpu_memory or 0) for usage in list(self.usages.values()))
 
     @property
     def usage_charts(self) -> dict[str, dict[str, Points]]:
@@ -210,30 +184,29 @@ class RunState(Observer):
     def _(self, event: journal.Resumed) -> None:
         self.resumed_step, self.checkpoint = event.step, (event.step, event.time)
         self.cut(self.before, event.step)
-        self.history.tell(event, f"goes on from the checkpoint of step {event.step:,} of the attempt before", "good")
+        self._tell(event, f"goes on from the checkpoint of step {event.step:,} of the attempt before", "good")
 
     @_fold.register
     def _(self, event: journal.Placed) -> None:
         shape, text = event.shape, size_of(event.shape)
         before = self.shape.world_size if self.shape is not None else shape.world_size
-        if shape.world_size < before:
-            self.history.tell(event, f"shrunk: {text}, where there were {count(before, 'rank')}", "warn")
-        elif shape.world_size > before:
-            self.history.tell(event, f"grown: {text}, where there were {count(before, 'rank')}", "good")
+        if shape.world_size == before:
+            self._tell(event, f"starting {text}")
         else:
-            self.history.tell(event, f"starting {text}")
+            how, tone = ("grown", "good") if shape.world_size > before else ("shrunk", "warn")
+            self._tell(event, f"{how}: {text}, where there were {count(before, 'rank')}", tone)
         self.name = self.name or shape.name
         self.shape = shape
         self.attempt = 0 if self.attempt is None else self.attempt + 1
         self.usages = {}
         self.speeds = {}
-        self.history.enter(event, Phase(RANKS, "warn"))
+        self._phase = None
 
     @_fold.register
     def _(self, event: journal.Formed) -> None:
         self.forming = event.seconds
-        self.history.tell(event, "all ranks have met", "good")
-        self.history.enter(event, Phase(IDLE, "idle") if self.stays else Phase(TRAINING, "busy"))
+        self._tell(event, "all ranks have met", "good")
+        self._phase = IDLE if self.stays else TRAINING
 
     @_fold.register
     def _(self, event: journal.Logged) -> None:
@@ -248,7 +221,7 @@ class RunState(Observer):
         for name, value in numbers.items():
             if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
                 self._spoilt.add(name)
-                self.history.tell(event, f"{name} is {value:g} at step {record.step:,}", "bad")
+                self._tell(event, f"{name} is {value:g} at step {record.step:,}", "bad")
 
     @_fold.register
     def _(self, event: journal.Calling) -> None:
@@ -256,15 +229,15 @@ class RunState(Observer):
         self.call, self.called_at = event.name, event.time
         self.metrics = Metrics()
         self.cut(())
-        self.history.tell(event, f"calls {event.name}")
-        self.history.enter(event, Phase(TRAINING, "busy"))
+        self._tell(event, f"calls {event.name}")
+        self._phase = TRAINING
 
     @_fold.register
     def _(self, event: journal.Called) -> None:
         self.call = None
         if event.end.error:
-            self.history.tell(event, f"{event.name} failed: {event.end.text}", "bad")
-        self.history.enter(event, Phase(IDLE, "idle"))
+            self._tell(event, f"{event.name} failed: {event.end.text}", "bad")
+        self._phase = IDLE
 
     @_fold.register
     def _(self, event: journal.Checkpointed) -> None:
@@ -302,9 +275,9 @@ class RunState(Observer):
         self.metrics.cut(step)
         self.cut(self.records, -math.inf if step is None else step)
         start = f"from step {step:,}" if step is not None else "without a checkpoint"
-        self.history.tell(event, f"goes on {start}: {event.reason}", "good" if event.kind is None else "bad")
-        self.restarts = [*self.restarts, (step or 0, event.reason.partition("\n")[0])][-MAX_SPANS:]
-        self.history.enter(event, Phase(WORKERS, "idle"))
+        self._tell(event, f"goes on {start}: {event.reason}", "good" if event.kind is None else "bad")
+        self.restarts = [*self.restarts, (step or 0, event.reason.partition("\n")[0])][-MAX_RESTARTS:]
+        self._phase = None
 
     @_fold.register
     def _(self, event: journal.Noted) -> None:
@@ -313,7 +286,7 @@ class RunState(Observer):
             self.restarts and words.startswith(self.restarts[-1][1])
         ):
             return
-        self.history.tell(event, words)
+        self._tell(event, words)
 
     @_fold.register
     def _(self, event: journal.Ended) -> None:
@@ -321,9 +294,15 @@ class RunState(Observer):
             return
         self.end = event.end
         text = f"{event.end.word}: {event.end.text}" if event.end.error else "ended"
-        self.history.tell(event, text, self.phase.tone)
+        self._tell(event, text, self.phase.tone)
         self.ended_at = event.time
-        self.history.enter(event, None)
+        self._phase = None
+
+    def _tell(self, event: journal.Event, text: str, tone: Tone = "idle") -> None:
+        heading, _, detail = text.strip().partition("\n")
+        self.history.append(PageEvent(time=event.time, text=heading, detail=detail.rstrip(), tone=tone))
+        if len(self.history) > MAX_EVENTS:
+            del self.history[MAX_EVENTS // 2]
 
     def conclude(self, error: BaseException | None) -> None:
         self.on_event(journal.Ended(time=self.clock(), end=End.of(error), error=error))
@@ -332,8 +311,8 @@ class RunState(Observer):
         """Note that no further events will come: those of a journal without an end."""
         if self.end is None:
             last = journal.Event(time=self.clock())
-            self.history.tell(last, "no end is recorded: the run goes on elsewhere, or its driver was killed", "warn")
-            self.history.enter(last, Phase(NO_END, "warn"))
+            self._tell(last, "no end is recorded: the run goes on elsewhere, or its driver was killed", "warn")
+            self._phase = NO_END
 
     def cut(self, records: Sequence[LogRecord], step: float = math.inf) -> None:
         """Keep those of the records up to a step. All others will be logged again, or belong to the call before."""

@@ -1,5 +1,8 @@
-"""Displays of gangs: a live line for each gang in a terminal, plain lines elsewhere. Run in the driver."""
+"""Displays of gangs: live lines in a terminal, plain lines elsewhere, JSON objects for machines. Run in the driver."""
 
+from __future__ import annotations
+
+import logging
 import math
 import threading
 import time
@@ -8,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -16,8 +19,9 @@ from rich.table import Column
 
 from flytekitplugins.daskpytorch.display.metrics import is_held_out
 from flytekitplugins.daskpytorch.display.run_state import RunState, Values, View
-from flytekitplugins.daskpytorch.display.training import GIB, num_done, seconds_left, size_of
+from flytekitplugins.daskpytorch.display.training import num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, LogRecord
@@ -59,7 +63,7 @@ def pace_in_words(record: LogRecord, speed: float | None) -> str:
 
 def in_a_line(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, GangError) else error
-    kind = "" if isinstance(cause, GangError) else f"{type(cause).__name__}: "
+    kind = "" if isinstance(cause, (GangError, StoppedEarlyError)) else f"{type(cause).__name__}: "
     return kind + one_line(str(cause).partition("\n")[0], MAX_LINE)
 
 
@@ -68,6 +72,7 @@ PLAIN_INTERVAL = 10.0
 MAX_HELD = 10_000
 """Lines that wait while a rank's debugger has the terminal. Older lines are dropped."""
 MIN_CALL = 1.0
+LEVELS = {journal.Restarted: logging.WARNING, journal.Listed: logging.DEBUG}
 
 
 class Board:
@@ -140,11 +145,28 @@ class Board:
 
 
 class Display(View):
-    def __init__(self, board: Board, name: str = "", mark: str = "") -> None:
+    """Lines of one gang on a board."""
+
+    def __init__(
+        self,
+        board: Board,
+        name: str = "",
+        mark: str = "",
+        *,
+        has_outcome: bool = False,
+        unsaid: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """`has_outcome` shows the start too, and a call of `conclude` shows the outcome.
+
+        Errors of the classes `unsaid` have no line of their own.
+        """
         self.state = RunState()
-        self._board = board
+        self.board = board
+        self.is_over = False
         self._name = name
         self._mark = mark
+        self._has_outcome = has_outcome
+        self._unsaid = unsaid
         self._line: TaskID | None = None
         self._is_debugging = False
         self._shown_at = -math.inf
@@ -152,12 +174,13 @@ class Display(View):
 
     def on_event(self, event: journal.Event) -> None:
         match event:
-            case journal.Formed():
-                self._shown_at = -math.inf  # the first record of an attempt is shown
-                self._line = self._line if self._line is not None else self._board.add(self._title)
-            case journal.Wrote():
-                text = "\n".join(f"[{self._mark}rank {event.rank}] {line}" for line in event.lines)
-                self._board.print(text, is_output=True)
+            case journal.Placed() | journal.Formed():
+                self._show_start(event)
+            case journal.Calling() | journal.Called():
+                self._show_call(event)
+            case journal.Wrote(rank=rank, lines=lines):
+                text = "\n".join([f"[{self._mark}rank {rank}] {line}" for line in lines])
+                self.board.print(text, is_output=True)
             case journal.Prompted():
                 self._hold(event.rank)
             case journal.Logged():
@@ -165,32 +188,63 @@ class Display(View):
             case journal.Restarted():
                 self._close_line()
             case journal.Noted():
-                self._board.print(f"{self._mark}{event.line}")
+                self.board.print(f"{self._mark}{event.line}")
             case journal.Ended():
-                self._conclude(event.error)
+                self._show_end(event.error)
+
+    def say(self, text: str) -> None:
+        self.board.print(f"{self._title}: {text}")
+
+    def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
+        self.is_over = True
+        values = "" if self.state.stays else describe_values(self.state.values)
+        text = f"{how} after {duration(self.state.clock() - self.state.began_at)}{values and f', {values}'}"
+        self.say(text if advice is None else f"{text}; {advice}")
+        for what, where in places.items():
+            self.board.print(f"  {what}: {where}")
+        self._show_goodput()
 
     @property
     def _title(self) -> str:
-        return self._name or self.state.title
-
-    def say(self, text: str) -> None:
-        self._board.print(f"{self._title}: {text}")
+        call = self.state.call
+        return call.rpartition(".")[2] if call is not None else self._name or self.state.title
 
     def _hold(self, rank: int | None) -> None:
         if self._is_debugging != (rank is not None):
             self._is_debugging = rank is not None
-            self._board.hold(is_held=self._is_debugging)
+            self.board.hold(is_held=self._is_debugging)
+
+    def _show_start(self, event: journal.Placed | journal.Formed) -> None:
+        if isinstance(event, journal.Placed):
+            devices = sorted({gpu for node in event.shape.nodes for gpu in node.gpu_names}) or ["CPU"]
+            text = f"starting {size_of(event.shape)} ({', '.join(devices)}, {event.shape.backend})"
+        else:
+            text = f"all ranks have met after {event.seconds:.2f} s"
+            self._shown_at = -math.inf  # the first record of an attempt is shown
+            self._line = self._line if self._line is not None else self.board.add(self._title)
+        if self._has_outcome:
+            self.say(text)
+
+    def _show_call(self, event: journal.Calling | journal.Called) -> None:
+        self._shown_at, self._epoch = -math.inf, None
+        seconds, values = event.time - self.state.called_at, describe_values(self.state.values)
+        if isinstance(event, journal.Called) and (event.end.error or values or seconds >= MIN_CALL):
+            name = event.name.rpartition(".")[2]
+            self.board.print(f"{name}: {event.end.word} after {duration(seconds)}{values and f', {values}'}")
+        if self._line is not None:
+            text = "idle" if self.state.call is None else ""
+            self.board.bars.update(self._line, name=self._title, text=text, completed=0, total=None)
 
     def _show_record(self, record: LogRecord) -> None:
-        if record.rank != 0 or self._board.is_quiet:
+        if record.rank != 0 or self.board.is_quiet:
             return
         if record.is_evaluation:
             self.say(f"evaluated: {describe(record)}")
             return
         text = describe(record, pace=pace_in_words(record, self.state.rate.per_second))
         if self._line is not None:
-            self._board.bars.update(self._line, completed=num_done(record), total=record.num_steps, text=text)
-        is_live, is_due = self._board.is_live, time.monotonic() - self._shown_at >= PLAIN_INTERVAL
+            self.board.bars.update(self._line, completed=num_done(record), total=record.num_steps, text=text)
+        is_live, is_due = self.board.is_live, time.monotonic() - self._shown_at >= PLAIN_INTERVAL
         is_held_out_known = any(map(is_held_out, self.state.values.numbers))
         is_news = record.epoch not in (None, self._epoch) and not is_held_out_known
         is_news = is_news or any(map(is_held_out, record.numbers))
@@ -200,89 +254,99 @@ class Display(View):
             self._shown_at = time.monotonic()
             self.say(text)
 
-    def _conclude(self, error: Exception | None) -> None:
+    def _show_end(self, error: Exception | None) -> None:
         self._close_line()
-        self._tell_error(error)
-        if not self._mark:  # the models of a sweep have theirs in the table
-            self._tell_goodput()
-
-    def _tell_error(self, error: Exception | None) -> None:
-        if isinstance(error, StoppedEarlyError) and not self._board.is_quiet:
-            self._board.print(f"{self._title} was stopped early: {error}")
-        elif error is not None and not isinstance(error, (CancelledError, GangCancelledError, StoppedEarlyError)):
-            how = "" if isinstance(error, PreemptedError) else f"{self._title or 'the gang'} failed: "
-            self._board.print(f"{how}{in_a_line(error)}")
+        if error is not None and not isinstance(error, (*self._unsaid, CancelledError, GangCancelledError)):
+            how = {PreemptedError: "", StoppedEarlyError: f"{self._title} was stopped early: "}
+            self.board.print(how.get(type(error), f"{self._title or 'the gang'} failed: ") + in_a_line(error))
+        if not (self._mark or self._has_outcome):  # the models of a sweep have theirs in the table
+            self._show_goodput()
 
     def _close_line(self) -> None:
         self._hold(None)
         if self._line is not None:
-            self._board.remove(self._line)
+            self.board.remove(self._line)
             self._line = None
 
-    def _tell_goodput(self) -> None:
+    def _show_goodput(self) -> None:
         goodput = self.state.goodput
         if goodput is not None and goodput.total >= MIN_TOTAL and self._title:
             self.say(str(goodput))
 
 
-class ProgressDisplay(Display):
-    def __init__(
-        self, board: Board, name: str = "", mark: str = "", *, unsaid: tuple[type[Exception], ...] = (Exception,)
-    ) -> None:
-        """Errors of the classes `unsaid` have no line of their own.
+class MachineLog(View):
+    """Logs each event of a gang as a JSON object, with the gang's id and the attempt's number, from 0."""
 
-        By default none has one, since a task raises its error.
-        """
-        super().__init__(board, name, mark)
-        self.board = board
-        self.is_over = False
-        self._unsaid = unsaid
+    def __init__(self, name: str = "") -> None:
+        self.state = RunState(name=name)
 
     def on_event(self, event: journal.Event) -> None:
+        """Log an event, and a rank's output line by line. A line that is this package's own object keeps its fields."""
         match event:
-            case journal.Placed(shape=shape):
-                devices = sorted({gpu for node in shape.nodes for gpu in node.gpu_names}) or ["CPU"]
-                self.say(f"starting {size_of(shape)} ({', '.join(devices)}, {shape.backend})")
-            case journal.Formed(seconds=seconds):
-                self.say(f"all ranks have met after {seconds:.2f} s")
-            case journal.Calling(name=name):
-                self._shown_at, self._epoch = -math.inf, None
-                self._rename(name.rpartition(".")[2], "")
-            case journal.Called():
-                self._show_called(event)
-            case journal.Used() if self.state.stays and self.state.call is None:
-                self._show_idle()
-        super().on_event(event)
+            case journal.Wrote():
+                for line in event.lines:
+                    said = streams.object_in(line) or {"event": "output", "text": line}
+                    level = logging.getLevelNamesMapping().get(str(said.pop("level", "")), logging.INFO)
+                    streams.tell(str(said.pop("event")), {**said, **self._about(event.rank)}, level)
+            case journal.Prompted() | journal.Accounted():  # the last account comes with the end
+                pass
+            case journal.Logged():
+                self._log(event, logging.INFO if event.record.rank == 0 else logging.DEBUG, event.record.rank)
+            case journal.Called() | journal.Ended():
+                if isinstance(event, journal.Ended) and self.state.goodput is not None:
+                    self._log(journal.Accounted(time=event.time, goodput=self.state.goodput))
+                is_stop = event.end.error in ("", StoppedEarlyError.__name__)
+                self._log(event, logging.INFO if is_stop else logging.ERROR)
+            case journal.Used():
+                self._log(event, logging.DEBUG, event.usage.rank)
+            case _:
+                self._log(event, LEVELS.get(type(event), logging.INFO))
 
-    @property
-    def _title(self) -> str:
-        return self.state.call.rpartition(".")[2] if self.state.call is not None else super()._title
-
-    def _show_called(self, event: journal.Called) -> None:
-        seconds, values = event.time - self.state.called_at, describe_values(self.state.values)
-        if event.end.error or values or seconds >= MIN_CALL:
-            name = event.name.rpartition(".")[2]
-            self._board.print(f"{name}: {event.end.word} after {duration(seconds)}{values and f', {values}'}")
-        self._show_idle()
-
-    def _show_idle(self) -> None:
-        held = self.state.memory / GIB
-        self._rename(self._title, f"idle, its ranks hold {held:.1f} GiB" if held else "idle")
-
-    def _rename(self, name: str, text: str) -> None:
-        if self._line is not None:
-            self._board.bars.update(self._line, name=name, text=text, completed=0, total=None)
-
-    def _conclude(self, error: Exception | None) -> None:
-        self._close_line()
-        if not isinstance(error, self._unsaid):
-            self._tell_error(error)
+    def say(self, text: str) -> None:
+        self._log(journal.Noted(text=text))
 
     def conclude(self, how: str, places: Mapping[str, str], advice: str | None = None) -> None:
-        self.is_over = True
-        values = "" if self.state.stays else describe_values(self.state.values)
-        text = f"{how} after {duration(self.state.clock() - self.state.began_at)}{values and f', {values}'}"
-        self.say(text if advice is None else f"{text}; {advice}")
-        for what, where in places.items():
-            self._board.print(f"  {what}: {where}")
-        self._tell_goodput()
+        streams.tell("concluded", {"text": how, "places": dict(places), "advice": advice, **self._about()})
+
+    def _log(self, event: journal.Event, level: int = logging.INFO, rank: int | None = None) -> None:
+        fields = journal.fields_of(event)
+        streams.tell(fields.pop("event"), {**fields, **self._about(rank)}, level)
+
+    def _about(self, rank: int | None = None) -> dict[str, Any]:
+        state = self.state
+        gang = state.training.id if state.training is not None else state.name
+        about = {"gang": gang or None, "model": state.training and state.training.index, "attempt": state.attempt}
+        hosts = state.shape.hosts if state.shape is not None else {}
+        return about | ({} if rank is None else {"rank": rank, "host": hosts.get(rank)})
+
+
+# ---- The display of a gang
+
+
+def progress(
+    name: str, key: str = "", *, is_plain: bool = False, unsaid: tuple[type[Exception], ...] = (Exception,)
+) -> Display | MachineLog:
+    """Return the observer that shows a gang: JSON objects if `DASKPYTORCH_LOG=json`, else lines for people.
+
+    Gangs that train at the same time share one board. Errors of the classes `unsaid` have no line of their own, by
+    default none, since a task raises its error.
+    """
+    if streams.is_for_machines():
+        return MachineLog(name)
+    with _lock:
+        other = next((each for each in _gangs if not each.is_over), None)
+        board = Board(is_plain=is_plain) if other is None else other.board
+        label = name.rpartition(".")[2] if other is None else key or name.rpartition(".")[2]
+        mark = "" if other is None else f"{label}, "
+        display = Display(board, label, mark, has_outcome=True, unsaid=unsaid)
+        _gangs.add(display)
+    return display
+
+
+def echo() -> View:
+    return MachineLog() if streams.is_for_machines() else Display(Board(is_quiet=True))
+
+
+_lock = threading.Lock()
+_gangs: weakref.WeakSet[Display] = weakref.WeakSet()
+"""New gangs share the board of one that has not ended."""

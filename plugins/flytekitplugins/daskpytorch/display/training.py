@@ -98,6 +98,14 @@ def inputs_of(experiment: Any) -> dict[str, Any]:
     return {"experiment": experiment} if fields is None else {str(name): value for name, value in fields.items()}
 
 
+def row_of(first: Mapping[str, Any], **others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row. A value has its group before its name, such as `metric.`, if there is a column of the same name."""
+    row = dict(first)
+    for group, values in others.items():
+        row |= {f"{group}.{name}" if name in row else name: value for name, value in values.items()}
+    return row
+
+
 def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in config.items():

@@ -1,4 +1,4 @@
-"""Pages for Decks: charts, tables, key figures and timelines. Users' tasks and workflows may build pages, too.
+"""Pages for Decks: charts, tables, key figures and events. Users' tasks and workflows may build pages, too.
 
     Deck("Mine", report.page(
         report.figures({"accuracy": 0.93, "time": ("3 min", "on 2 ranks")}),

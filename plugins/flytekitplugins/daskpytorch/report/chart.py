@@ -1,4 +1,4 @@
-"""Line charts over steps, epochs or seconds, curves with a bounded number of points, and timelines with events.
+"""Line charts over steps, epochs or seconds, curves with a bounded number of points, and tables of events.
 
 uPlot draws the charts in the reader's browser.
 """
@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.report.pieces import (
     whole,
 )
 
-__all__ = ["Curve", "Event", "Span", "duration", "line_chart", "timeline"]
+__all__ = ["Curve", "Event", "duration", "line_chart", "timeline"]
 
 MAX_VALUE = 1e200
 WIDE_RANGE = 100.0
@@ -32,9 +32,6 @@ Point = tuple[float, float]
 Points = list[Point]
 MAX_TEXT = 300
 MAX_DETAIL = 1_000
-NUM_TICKS = 5
-NARROW = 4.0
-"""Percent of the timeline from which a span is drawn with its name."""
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 
 
@@ -216,16 +213,16 @@ def _extremes(points: list[Point]) -> list[Point]:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An event of a timeline: a text at a point in time.
+    """A text at a point in time.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
         >>> event = report.Event(time=62.0, text="rank 1 was killed", detail="SIGKILL", tone="bad")
-        >>> html = report.timeline([report.Span(start=0.0, end=60.0, text="training")], [event])
+        >>> html = report.timeline([event], start=0.0)
     """
 
     time: float
-    """Time in seconds, on the same clock as all events and spans."""
+    """Time in seconds, on the same clock as all events."""
     text: str
     """Description of the event, in one line."""
     detail: str = ""
@@ -234,55 +231,23 @@ class Event:
     """Colour of the event."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """A span of a timeline: a named phase with a start and an end.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch import report
-        >>> spans = [
-        ...     report.Span(start=0.0, end=4.0, text="starting", tone="warn"),
-        ...     report.Span(start=4.0, end=60.0, text="training", tone="good"),
-        ... ]
-        >>> html = report.timeline(spans)
-    """
-
-    start: float
-    """Start in seconds, on the same clock as all events and spans."""
-    end: float
-    """End in seconds, on the same clock."""
-    text: str
-    """Name of the span, in a word or two."""
-    tone: Tone = "idle"
-    """Colour of the span."""
-
-
-def timeline(spans: Sequence[Span], events: Sequence[Event] = ()) -> str:
-    """Return a timeline as HTML, with spans on a line, events above the line, and the events as a table.
+def timeline(events: Iterable[Event], start: float) -> str:
+    """Return events as a table: the time since `start`, and what happened.
 
     Args:
-        spans: Spans in the order of time, without overlap.
         events: Events in the order of time.
+        start: Time in seconds, on the events' clock.
 
     Examples:
         >>> from flytekitplugins.daskpytorch import report
-        >>> spans = [report.Span(start=0.0, end=60.0, text="training", tone="good")]
-        >>> html = report.timeline(spans, [report.Event(time=30.0, text="epoch 1 is over")])
+        >>> html = report.timeline([report.Event(time=30.0, text="epoch 1 is over")], start=0.0)
     """
-    times = [*(time for span in spans for time in (span.start, span.end)), *(event.time for event in events)]
-    start = min(times, default=0.0)
-    length = max(max(times, default=0.0) - start, 1e-3)
-    line = "".join(_drawn(span, start, length) for span in spans)
-    marks = "".join(_mark(event, start, length) for event in events)
-    ticks = "".join(element("span", duration(length * i / (NUM_TICKS - 1))) for i in range(NUM_TICKS))
-    words = "; ".join(f"{span.text} {duration(span.end - span.start)}" for span in spans)
-    content = (
-        element("div", marks, "dpt-marks", aria_hidden="true")
-        + element("div", line, "dpt-track", role="img", aria_label=f"timeline of {duration(length)}: {words}")
-        + element("div", ticks, "dpt-ticks", aria_hidden="true")
-        + _events(events, start)
-    )
-    return whole(element("div", content, "dpt-card"))
+    rows = []
+    for event in events:
+        dot = element("span", "", f"dpt-dot dpt-{event.tone}", aria_hidden="true")
+        detail = element("span", text_of(event.detail[-MAX_DETAIL:]), "dpt-soft") if event.detail else ""
+        rows.append([f"+{duration(event.time - start)}", dot + text_of(one_line(event.text, MAX_TEXT)) + detail])
+    return whole(element("div", cells_table(["after", "what happened"], rows, "dpt-events"), "dpt-card"))
 
 
 def duration(seconds: float) -> str:
@@ -301,25 +266,3 @@ def duration(seconds: float) -> str:
     if seconds < DAY:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{seconds / DAY:,.1f} days"
-
-
-def _drawn(span: Span, start: float, length: float) -> str:
-    left, width = 100 * (span.start - start) / length, 100 * (span.end - span.start) / length
-    class_ = f"dpt-{span.tone}" + (" dpt-narrow" if width < NARROW else "")
-    title = f"{span.text}: {duration(span.end - span.start)}"
-    return element("span", text_of(span.text), class_, title=title, style=f"left:{left:.3f}%;width:{width:.3f}%")
-
-
-def _mark(event: Event, start: float, length: float) -> str:
-    left = 100 * (event.time - start) / length
-    title = f"{duration(event.time - start)}: {one_line(event.text, MAX_TEXT)}"
-    return element("span", "", f"dpt-{event.tone}", title=title, style=f"left:{left:.3f}%")
-
-
-def _events(events: Sequence[Event], start: float) -> str:
-    rows = []
-    for event in events:
-        dot = element("span", "", f"dpt-dot dpt-{event.tone}", aria_hidden="true")
-        detail = element("span", text_of(event.detail[-MAX_DETAIL:]), "dpt-soft") if event.detail else ""
-        rows.append([f"+{duration(event.time - start)}", dot + text_of(one_line(event.text, MAX_TEXT)) + detail])
-    return cells_table(["after", "what happened"], rows, "dpt-events") if rows else ""

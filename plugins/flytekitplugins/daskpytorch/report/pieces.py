@@ -1,4 +1,4 @@
-"""The pieces of a page: texts, key figures, tables, pictures, shares, made of untrusted texts."""
+"""The pieces of a page: texts, key figures, tables and pictures, made of untrusted texts."""
 
 import base64
 import functools
@@ -24,7 +24,6 @@ __all__ = [
     "page",
     "pictures",
     "section",
-    "shares",
     "status",
     "table",
     "text",
@@ -244,28 +243,6 @@ def pictures(files: Iterable[Picture]) -> str:
     shown = list(files)
     least = max((picture.width for picture in shown), default=0) + 56
     return whole(element("div", "".join(map(_picture, shown)), "dpt-pictures", style=f"--least:{least}px"))
-
-
-def shares(values: Mapping[str, float], *, unit: str = "") -> str:
-    """Return the parts of a whole as a bar, with name, number and share of each part.
-
-    Args:
-        values: The parts by name, each at least 0.
-        unit: The unit behind the numbers.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch import report
-        >>> html = report.shares({"stepping": 90.0, "saving": 6.0, "starting": 4.0}, unit="s")
-    """
-    parts = {name: value for name, value in values.items() if value > 0 and math.isfinite(value)}
-    total = sum(parts.values()) or 1.0
-    order = list(values)  # a part keeps its colour where another one is 0
-    bar, legend = "", ""
-    for name, part in parts.items():
-        colour, behind = f"--c:var(--c{order.index(name) % NUM_COLOURS})", text_of(unit and f" {unit}")
-        bar += element("span", style=f"{colour};width:{100 * part / total:.2f}%")
-        legend += element("li", f"{text_of(name)} <b>{part / total:.0%}</b> {brief(part)}{behind}", style=colour)
-    return whole(element("div", bar, "dpt-shares", aria_hidden="true") + element("ul", legend, "dpt-legend"))
 
 
 def _bare(*pieces: str) -> str:

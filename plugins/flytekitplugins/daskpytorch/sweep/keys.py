@@ -27,8 +27,7 @@ from flytekitplugins.daskpytorch.data.partitions import (
     client_in_rank,
     way_to_dask,
 )
-from flytekitplugins.daskpytorch.display.notebook import row_of
-from flytekitplugins.daskpytorch.display.training import fields_of
+from flytekitplugins.daskpytorch.display.training import fields_of, row_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, key_of, name_of
 from flytekitplugins.daskpytorch.protocol.pickler import dumps

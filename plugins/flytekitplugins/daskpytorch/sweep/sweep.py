@@ -18,15 +18,15 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 
+from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
-from flytekitplugins.daskpytorch.display import notebook, training
+from flytekitplugins.daskpytorch.display import training
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.display.journal_file import journal_in
-from flytekitplugins.daskpytorch.display.machine import MachineLog
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState, View, watched
-from flytekitplugins.daskpytorch.display.terminal import Board, Display
-from flytekitplugins.daskpytorch.display.training import count, inputs_of
+from flytekitplugins.daskpytorch.display.terminal import Board, Display, MachineLog
+from flytekitplugins.daskpytorch.display.training import count, inputs_of, row_of
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, request_for
@@ -39,6 +39,7 @@ from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.journal import End
 from flytekitplugins.daskpytorch.protocol.observer import Observer
+from flytekitplugins.daskpytorch.report.pieces import shared
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.sweep.early_stopping import Rungs
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
@@ -166,6 +167,7 @@ MAX_SHOWN = 100
 COUNT_INTERVAL = 5.0
 MAX_LABEL = 48
 MAX_ROWS = 100
+MAX_CELL = 60
 
 
 class ModelFuture(Logged, GangFuture):
@@ -288,7 +290,7 @@ def rows_of(models: Iterable[ModelFuture]) -> list[dict[str, Any]]:
     rows = []
     for model in models:
         row = {"model": model.index, "status": model.status, "step": model.step}
-        rows.append(notebook.row_of(row, experiment=inputs_of(model.experiment), metric=model.metrics))
+        rows.append(row_of(row, experiment=inputs_of(model.experiment), metric=model.metrics))
     return rows
 
 
@@ -304,6 +306,16 @@ def _in_words(statuses: Iterable[Status]) -> str:
 
 def as_html(models: Sequence[ModelFuture]) -> str:
     chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
-    rows = rows_of(sorted(chosen, key=lambda model: model.index))
+    rows = [without_secrets(row) for row in rows_of(sorted(chosen, key=lambda model: model.index))]
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_cell(row.get(name)) for name in header] for row in rows]
+    # A notebook has its own style.
+    table = report.table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
     rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
-    return f"<p>{counted(models)}</p>{notebook.table_of(rows)}{rest}"
+    return f"<p>{counted(models)}</p>{table}{rest}"
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, float):
+        return value
+    return "" if value is None else one_line(str(value), MAX_CELL)

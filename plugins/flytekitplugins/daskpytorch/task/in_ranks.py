@@ -172,13 +172,13 @@ class InRanks:
     @contextlib.contextmanager
     def _shown(self, inputs: dict[str, Any]) -> Iterator[ShownTask]:
         # Imported here: defining a task imports neither Dask nor torch. The fork server starts meanwhile.
-        from flytekitplugins.daskpytorch.display import machine
+        from flytekitplugins.daskpytorch.display import terminal
         from flytekitplugins.daskpytorch.display.run_state import RunState
         from flytekitplugins.daskpytorch.results import TaskResults
         from flytekitplugins.daskpytorch.task.shown import ShownTask
 
         shown = ShownTask(
-            display=machine.progress(self.name, is_plain=self._is_debugging),
+            display=terminal.progress(self.name, is_plain=self._is_debugging),
             state=RunState(name=self.name, inputs=self._arguments(inputs)),
             observers=self._observers(),
             run=local_runs.local_run.get(),

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.display import deck, machine, training
+from flytekitplugins.daskpytorch.display import deck, terminal, training
 from flytekitplugins.daskpytorch.display.journal_file import journal_in
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState, watched
 from flytekitplugins.daskpytorch.driver import manifest
@@ -184,7 +184,7 @@ class Run:
     def _observers(self, asked: Sequence[Observer]) -> Sequence[Observer]:
         if self.shown is not None:
             return self.shown.all_observers()
-        return watched(self.state, [machine.echo(), *journal_in(None), *asked])
+        return watched(self.state, [terminal.echo(), *journal_in(None), *asked])
 
     def places(self) -> dict[str, str]:
         return self.shown.places() if self.shown is not None else {}
@@ -201,5 +201,5 @@ class Run:
     def _show(self, observers: Sequence[Observer], *, is_plain: bool) -> None:
         if self._is_alone:
             unsaid = (PreemptedError,) if self._local is not None else ()  # the outcome says the same
-            display = machine.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)
+            display = terminal.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)
             self.shown = Shown(display=display, state=self.state, observers=[*observers], run=self._local)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from flytekitplugins.daskpytorch.display.journal_file import journal_in
 from flytekitplugins.daskpytorch.display.run_state import RunState, watched
-from flytekitplugins.daskpytorch.display.terminal import ProgressDisplay
+from flytekitplugins.daskpytorch.display.terminal import Display, MachineLog
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.display.machine import MachineLog
     from flytekitplugins.daskpytorch.protocol.host import StoragePaths
     from flytekitplugins.daskpytorch.protocol.observer import Observer
     from flytekitplugins.daskpytorch.results import TaskResults
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Shown:
-    display: ProgressDisplay | MachineLog
+    display: Display | MachineLog
     state: RunState
     observers: list[Observer]
     run: LocalRun | None
