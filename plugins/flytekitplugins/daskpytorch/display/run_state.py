@@ -193,8 +193,9 @@ class RunState(Observer):
         if shape.world_size == before:
             self._tell(event, f"starting {text}")
         else:
-            how, tone = ("grown", "good") if shape.world_size > before else ("shrunk", "warn")
-            self._tell(event, f"{how}: {text}, where there were {count(before, 'rank')}", tone)
+            has_grown = shape.world_size > before
+            how = f"{'grown' if has_grown else 'shrunk'}: {text}, where there were {count(before, 'rank')}"
+            self._tell(event, how, "good" if has_grown else "warn")
         self.name = self.name or shape.name
         self.shape = shape
         self.attempt = 0 if self.attempt is None else self.attempt + 1
