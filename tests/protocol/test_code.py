@@ -21,7 +21,7 @@ from flytekit import task
 
 from flytekitplugins.daskpytorch.protocol import code as code_module
 from flytekitplugins.daskpytorch.protocol import code as project_module
-from flytekitplugins.daskpytorch.protocol import pickler
+from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.function import pack_call, unpack_call
 from processes import run_program
 
@@ -314,7 +314,7 @@ def test_a_class_of_this_process_that_comes_back_stays_as_it_is() -> None:
     class Local:
         count = 0
 
-    data = pickler.dumps(Local)
+    data = pickling.dumps_by_value(Local)
     Local.count = 5
     assert pickle.loads(data) is Local
     assert Local.count == 5

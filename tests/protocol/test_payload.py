@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.driver import request
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.protocol.function import unpack_call
 from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, Piece, SharedMemory, cut
-from flytekitplugins.daskpytorch.protocol.pickler import LARGE
+from flytekitplugins.daskpytorch.protocol.pickling import LARGE
 from flytekitplugins.daskpytorch.rank.link import pickled, unwrapped
 
 # ---- A call's arguments in shared memory

@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, Stora
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
-from flytekitplugins.daskpytorch.protocol.pickler import LARGE
+from flytekitplugins.daskpytorch.protocol.pickling import LARGE
 from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
-from flytekitplugins.daskpytorch.protocol import pickler
+from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.script import describe_exit, exit_code_of
 
 MAX_TEXT = 32 << 10
@@ -304,7 +304,7 @@ def _text_of(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        data = pickler.dumps(error)
+        data = pickling.dumps_by_value(error)
         if type(pickle.loads(data)) is not type(error):  # noqa: S301 - made two lines above
             return None
     except BaseException:  # a user's own class may raise any exception

@@ -1,6 +1,6 @@
 """Large calls, return values and submitted files, on their way between the driver and the ranks.
 
-A pickled value has parts: the pickle, and the memory of each large array and tensor (`pickler.put_apart`).
+A pickled value has parts: the pickle, and the memory of each large array and tensor (`pickling.put_apart`).
 
 A large call is anonymous memory (`memfd_create`) of the driver or an agent, the keeper. The node's ranks map it through
 `/proc/PID/fd`, so that their writes stay private.

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flytekitplugins.daskpytorch.context import Link, Progress
-from flytekitplugins.daskpytorch.protocol import messages, payload, pickler
+from flytekitplugins.daskpytorch.protocol import messages, payload, pickling
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.observer import RankObservers
@@ -278,7 +278,7 @@ def pickled(value: Any) -> list[memoryview]:
     """CUDA tensors are pickled on the CPU, a `DistributedDataParallel` as its model."""
     file, aside = io.BytesIO(), list[memoryview]()
     try:
-        _pickler(sharded_classes())(file, protocol=5, buffer_callback=pickler.put_apart(aside)).dump(value)
+        _pickler(sharded_classes())(file, protocol=5, buffer_callback=pickling.put_apart(aside)).dump(value)
     except Exception as error:
         raise TypeError(
             f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
@@ -288,11 +288,11 @@ def pickled(value: Any) -> list[memoryview]:
 
 
 @functools.cache
-def _pickler(sharded: tuple[type, ...]) -> type[pickler.Pickler]:
+def _pickler(sharded: tuple[type, ...]) -> type[pickling.Pickler]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    class ReturnPickler(pickler.Pickler):
+    class ReturnPickler(pickling.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             _refuse_sharded(obj, sharded)
             if isinstance(obj, DistributedDataParallel):

@@ -6,7 +6,9 @@ Results travel by the Dask scheduler's metadata, which outlive ranks and workers
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
 import pickle
 import time
 import traceback
@@ -30,7 +32,7 @@ from flytekitplugins.daskpytorch.data.partitions import (
 from flytekitplugins.daskpytorch.display.training import fields_of, row_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, key_of, name_of
-from flytekitplugins.daskpytorch.protocol.pickler import dumps
+from flytekitplugins.daskpytorch.protocol.pickling import dumps_by_value
 from flytekitplugins.daskpytorch.settings import Gang, is_debugging
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 
@@ -45,7 +47,7 @@ SEND_INTERVAL = 0.5
 PARTS_PER_RANK = 4
 MANY_RANKS = 8
 Row = tuple[bytes, str | None, str | None]
-"""The pickled value or the error, and the digest of the key's rows if storage keeps the model."""
+"""The pickled value or the error, and the digest of the key's rows and the function if storage keeps the model."""
 Known = dict[Any, tuple[str, bytes]] | None
 
 
@@ -130,6 +132,7 @@ class EachKey:
     ) -> None:
         self._train, self._by, self._parts, self._name, self._scheduler = train, by, parts, name, scheduler
         self._known = known
+        self._source = _source_of(train)
         self.__qualname__, self.__module__ = name_of(train), train.__module__  # the gang has the function's name
 
     def __call__(self) -> None:
@@ -144,18 +147,27 @@ class EachKey:
         results.send()
 
     def _row(self, key: Any, rows: pd.DataFrame) -> Row:
-        digest = _digest(rows) if self._known is not None else None
+        digest = _digest(rows, self._source) if self._known is not None else None
         before, value = (self._known or {}).get(key, (None, b""))
         if digest is not None and digest == before:
             return value, None, digest
         try:
-            return dumps(self._train(key, rows)), None, digest
+            return dumps_by_value(self._train(key, rows)), None, digest
         except Exception as error:  # any error of the user's function, or of a value that cannot be pickled
             place = traceback.extract_tb(error.__traceback__)[-1]
             return b"", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})", None
 
 
-def _digest(rows: pd.DataFrame) -> str | None:
+def _source_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):  # a builtin, or an object with `__call__`
+        return ""
+
+
+def _digest(rows: pd.DataFrame, source: str) -> str | None:
     """Return a digest of a key's rows in any order, or None for values that pandas cannot hash, such as lists."""
     from pandas.util import hash_pandas_object
 
@@ -163,7 +175,7 @@ def _digest(rows: pd.DataFrame) -> str | None:
         hashes = sorted(hash_pandas_object(rows, index=False).tolist())
     except TypeError:
         return None
-    return hashlib.sha256(repr([[*rows.dtypes.items()], hashes]).encode()).hexdigest()
+    return hashlib.sha256(repr([source, [*rows.dtypes.items()], hashes]).encode()).hexdigest()
 
 
 class _Results:

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from dask.base import normalize_token, tokenize
+from dask.base import tokenize
 
 from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.display.training import inputs_of
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.process.streams import say, without_secrets
-from flytekitplugins.daskpytorch.protocol import pickler
+from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.files import Files, unusable
 from flytekitplugins.daskpytorch.protocol.function import name_of
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
@@ -86,7 +86,7 @@ class SweepStorage:
         return kept
 
     def keys(self, function: Callable[..., Any]) -> dict[Any, tuple[str, bytes]]:
-        """Return the digest of the rows and the pickled value of each key that an earlier call has trained."""
+        """Return the digest and the pickled value of each key that an earlier call has trained."""
         self.open(function, [])
         return self._known_keys()
 
@@ -137,14 +137,17 @@ class ModelStorage:
     def note_progress(self) -> None:
         self.files.write(f"{self.folder}/{BEGUN}", _pickled(self.about()))
 
-    def note_end(self, result: Any, stopped: StoppedEarlyError | None, say: Callable[[str], None]) -> None:
-        """Write the model's result or early stopping, and report a failure by `say`."""
-        outcome = {**self.about(), "result": result, "stopped": stopped}
+    def note_end(self, result: Any, error: BaseException | None, say: Callable[[str], None]) -> None:
+        """Write the result or early stopping, or a failed model's records, and report a failure by `say`."""
         try:
-            self.files.write(f"{self.folder}/{OUTCOME}", _pickled(outcome))
-        except Exception as error:  # a store's client and the pickling of a result may raise anything
-            failed = f"the model's outcome could not be written to {self.folder}"
-            say(f"{failed} ({type(error).__name__}: {error}); a repeated call trains it again")
+            if error is None or isinstance(error, StoppedEarlyError):
+                outcome = {**self.about(), "result": result, "stopped": error}
+                self.files.write(f"{self.folder}/{OUTCOME}", _pickled(outcome))
+            else:
+                self.note_progress()
+        except Exception as failure:  # a store's client and the pickling of a result may raise anything
+            failed = f"the model's end could not be written to {self.folder}"
+            say(f"{failed} ({type(failure).__name__}: {failure}); a repeated call trains it again")
 
 
 def _kept(found: Mapping[str, Any]) -> Iterator[tuple[int, KeptModel]]:
@@ -160,7 +163,7 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return pickler.dumps(value)
+        return pickling.dumps_by_value(value)
 
 
 # ---- Differences between two calls
@@ -205,14 +208,3 @@ def _are_equal(kept: Any, mine: Any) -> bool:
     except Exception:  # noqa: S110 - an array's, a tensor's or whatever a user's class raises
         pass
     return bool(tokenize(kept) == tokenize(mine))
-
-
-@normalize_token.register_lazy("torch")  # type: ignore[no-untyped-call,untyped-decorator]
-def _tell_tensors_apart() -> None:
-    """Make Dask's tokens of tensors depend on their values. Pickles of equal tensors differ."""
-    import torch
-
-    @normalize_token.register(torch.Tensor)  # type: ignore[no-untyped-call,untyped-decorator]
-    def normalize(tensor: torch.Tensor) -> tuple[object, ...]:
-        values = tensor.detach().cpu().flatten().contiguous().view(torch.uint8)
-        return "tensor", str(tensor.dtype), tuple(tensor.shape), values.numpy().tobytes()
