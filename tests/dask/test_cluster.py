@@ -12,7 +12,6 @@ from urllib.error import HTTPError
 import dask
 import pytest
 from distributed import Client, LocalCluster, Worker
-from distributed.core import Status
 
 from flytekitplugins.daskpytorch import dispatch
 from flytekitplugins.daskpytorch.dask import agents as agents_on_dask
@@ -89,16 +88,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
     monkeypatch.setattr(agents_on_dask, "LOOK_TIMEOUT", 60.0)  # scheduler, workers and client share an event loop
     with LocalCluster(n_workers=2, processes=False, dashboard_address="127.0.0.1:0", memory_limit=0) as made:
         yield made
-
-
-def test_a_worker_that_dask_has_paused_is_named(made: LocalCluster) -> None:
-    with Client(made) as client:
-        agents = DaskAgents(client)
-        assert not agents.hindrance()
-        worker = made.workers[1]
-        worker.status = Status.paused
-        until(lambda: agents.present() and agents.hindrance(), "the scheduler to hear of it")
-        assert agents.hindrance().startswith(f"; Dask has paused {worker.address}, and starts nothing there: ")
 
 
 def test_a_worker_is_named_by_its_dask_name_before_its_address_also_after_its_loss() -> None:

@@ -82,13 +82,9 @@ class Cluster(AgentLauncher):
         self.asked: dict[str, OnFailure] = {}
         """Workers whose agents are on their way."""
         self.is_there = True
-        self.hindered_by = ""
 
     def title(self, worker: str) -> str:
         return f"pod-of-{worker}"
-
-    def hindrance(self) -> str:
-        return self.hindered_by
 
     def beside(self) -> AgentLauncher | None:
         if not self.is_there:

@@ -1,4 +1,4 @@
-"""`ModelFutures`: results, records, errors and the notebook's table. Gangs start on free workers. No gang runs."""
+"""`ModelFutures`: results, records, errors and table. Gangs start on free workers. No gang runs."""
 
 import heapq
 import math
@@ -14,7 +14,6 @@ from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.dask.agents import Allotment
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.records import LogRecord
-from flytekitplugins.daskpytorch.sweep import sweep as display
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
 from flytekitplugins.daskpytorch.sweep.sweep import ModelFuture
 from told import To
@@ -176,25 +175,6 @@ def test_columns_of_one_name_are_told_apart() -> None:
         "depth",
         "experiment",
     ]
-
-
-# ---- Notebooks
-
-
-def test_a_table_shows_what_is_of_interest_and_no_secrets(models: ModelFutures) -> None:
-    html = models._repr_html_()
-    assert html.startswith("<p>6 models: 1 training,")
-    assert "<td>stopped early</td>" in html
-    assert "<script" not in html
-    many = [model(index, {"password": "hush", "<b>": "<i>"}) for index in range(150)]
-    many[149].set_running_or_notify_cancel()
-    html = models_of(*many)._repr_html_()
-    assert html.count("<tr>") == 1 + display.MAX_ROWS
-    assert ">149<" in html
-    assert ">120<" not in html
-    assert "and 50 more" in html
-    assert "hush" not in html
-    assert "&lt;i&gt;" in html
 
 
 # ---- Gangs start on free workers in a good order. Simulated without a clock, and compared with lower bounds.

@@ -10,7 +10,6 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-import torch
 from distributed import Client
 from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
@@ -175,8 +174,6 @@ def _raise(error: Exception) -> None:
         (Experiment(0.1, frozenset("abc")), Experiment(0.1, frozenset("cba"))),
         ({"x": float("nan")}, {"x": float("nan")}),
         ({"x": np.arange(3)}, {"x": np.arange(3)}),
-        (torch.arange(3), torch.arange(3)),
-        ({"layers": [torch.ones(2)]}, {"layers": [torch.ones(2)]}),
         (Opaque("ab"), Opaque("ab")),
         (Opaque({"k": [1, 2]}), Opaque({"k": [1, 2]})),
         (len, len),

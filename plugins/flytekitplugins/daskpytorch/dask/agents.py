@@ -256,15 +256,7 @@ class DaskAgents:
 
     def _note(self, scheduler: Mapping[str, Any]) -> None:
         workers = scheduler["workers"].items()
-        self._paused = [address for address, info in workers if info["status"] == Status.paused.name]
         self._names |= {address: info["name"] for address, info in workers if isinstance(info["name"], str)}
-
-    def hindrance(self) -> str:
-        return "".join(
-            f"; Dask has paused {self.title(worker)}, and starts nothing there: its process takes more than "
-            "distributed.worker.memory.pause of its memory limit"
-            for worker in self._paused
-        )
 
     def close(self) -> None:
         with _lock:

@@ -222,8 +222,7 @@ class Agents:
     def awaited(self) -> str:
         if self.launcher.scheduler is None and self.num_wanted == 1:
             return "waiting until this node can start the ranks"
-        hindrance = self.launcher.hindrance()
-        return f"{self.num_nodes} of {self.num_wanted} workers are here, waiting for the others{hindrance}"
+        return f"{self.num_nodes} of {self.num_wanted} workers are here, waiting for the others"
 
     def too_few_came(self, name: str, timeout: float) -> GangError:
         if gone := self.refused or self.lost:
@@ -241,16 +240,16 @@ class Agents:
         missing = ", ".join(map(self.launcher.title, sorted(self.expected)))
         return GangStartError(
             f"only {self.num_nodes} of {self.num_wanted} workers started their part of {name} within {timeout:g} s. "
-            f"Missing: {missing or 'those that were lost'}{self.launcher.hindrance()}. "
-            "They may be busy with other tasks, or cannot reach this process; look into their logs, or raise "
-            "Gang(start_timeout=...)."
+            f"Missing: {missing or 'those that were lost'}. "
+            "They may be busy with other tasks, paused by Dask for their memory, or cannot reach this process; look "
+            "into their logs, or raise Gang(start_timeout=...)."
         )
 
     def too_few_left(self, name: str, timeout: float, failures: Iterable[str]) -> WorkerLostError:
         told = "\n".join(failures)
         return WorkerLostError(
             f"{self.num_nodes} of {self.num_wanted} workers are left of {name}, {self.num_least} are needed, "
-            f"and no others came within {timeout:g} s{self.launcher.hindrance()}. Lower "
+            f"and no others came within {timeout:g} s. Lower "
             f"Gang(min_workers=...) to go on with fewer, or raise start_timeout. Failures so far:\n{told}"
         )
 

@@ -242,10 +242,6 @@ class AgentLauncher(Protocol):
         """Return a worker's name for messages, also of a worker whose agent has not reported its host."""
         return worker
 
-    def hindrance(self) -> str:
-        """Return the reason for missing workers, to append to a message."""
-        return ""
-
     def close(self) -> None:
         """Release the agents, each of which ends when its connection to the driver closes."""
         return

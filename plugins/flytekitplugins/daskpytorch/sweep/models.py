@@ -27,7 +27,6 @@ from flytekitplugins.daskpytorch.sweep.sweep import (
     Model,
     ModelFuture,
     Sweep,
-    as_html,
     counted,
     error_of,
     rows_of,
@@ -149,9 +148,6 @@ class ModelFutures(Futures[ModelFuture]):
 
     def __repr__(self) -> str:
         return f"<ModelFutures: {counted(self)}>"
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
 
     def cancel(self) -> bool:
         has_cancelled = [future.cancel() for future in reversed(self._futures)]  # waiting models must not start
@@ -293,13 +289,9 @@ class ModelFutures(Futures[ModelFuture]):
         with self._changed:
             self._allotment.release(model)
             self._changed.notify_all()
-        stopped = error if isinstance(error, StoppedEarlyError) else None
         if model.storage is not None:
-            if error is stopped:
-                model.storage.note_end(result, stopped, model.line.note)
-            else:  # records since the last checkpoint
-                self._sweep.note_progress(model, model.storage)
-        if error is not None and stopped is None:  # its message names the experiment
+            model.storage.note_end(result, error, model.line.note)
+        if error is not None and not isinstance(error, StoppedEarlyError):  # its message names the experiment
             error.add_note(self._place_of(model))
 
     def _place_of(self, model: Model) -> str:

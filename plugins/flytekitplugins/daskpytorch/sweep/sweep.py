@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.checks import shown
 from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 from flytekitplugins.daskpytorch.display import training
@@ -39,7 +38,6 @@ from flytekitplugins.daskpytorch.protocol.function import pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
 from flytekitplugins.daskpytorch.protocol.journal import End
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.report.pieces import shared
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
 from flytekitplugins.daskpytorch.sweep.early_stopping import Rungs
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
@@ -95,15 +93,6 @@ class Sweep:
                 f"{HOW_TO_GET_WORKERS}"
             )
         return size
-
-    def note_progress(self, model: Model, storage: ModelStorage) -> None:
-        try:
-            storage.note_progress()
-        except Exception as error:  # a store's client may raise anything, and the next checkpoint writes again
-            model.line.note(
-                f"the model's records could not be kept in {storage.folder} ({type(error).__name__}: {error}); the "
-                "next checkpoint tries again"
-            )
 
     def request(self, model: Model) -> Request:
         """Return the request for a model's gang.
@@ -166,8 +155,6 @@ STATUS_OF: Mapping[str, Status] = {"done": "finished", "stopped early": "stopped
 MAX_SHOWN = 100
 COUNT_INTERVAL = 5.0
 MAX_LABEL = 48
-MAX_ROWS = 100
-MAX_CELL = 60
 
 
 class ModelFuture(Logged, GangFuture):
@@ -302,20 +289,3 @@ def counted(models: Sequence[ModelFuture]) -> str:
 def _in_words(statuses: Iterable[Status]) -> str:
     counts = Counter(statuses)
     return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
-
-
-def as_html(models: Sequence[ModelFuture]) -> str:
-    chosen = sorted(models, key=lambda model: STATUSES.index(model.status))[:MAX_ROWS]
-    rows = [without_secrets(row) for row in rows_of(sorted(chosen, key=lambda model: model.index))]
-    header = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_cell(row.get(name)) for name in header] for row in rows]
-    # A notebook has its own style.
-    table = report.table([one_line(name, MAX_CELL) for name in header], cells).replace(shared(), "")
-    rest = f"<p>and {len(models) - MAX_ROWS} more</p>" if len(models) > MAX_ROWS else ""
-    return f"<p>{counted(models)}</p>{table}{rest}"
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, float):
-        return value
-    return "" if value is None else one_line(str(value), MAX_CELL)
