@@ -1,4 +1,4 @@
-"""Measure the time and memory of a large argument and a large return value, beside Ray Train.
+"""Measure the time of a large argument and a large return value, beside Ray Train.
 
     pip install '.[bench]'                                # Ray, for its row
     python benchmarks/arguments.py                        # 300 MB, 8 ranks, three rounds, about five minutes
@@ -8,9 +8,6 @@ All ranks of one machine receive an array of bytes, and each reads a byte of eve
 the same size, which the caller reads in the same way. The benchmark measures the seconds from the call until the last
 rank has read its argument. The second measure is the seconds from rank 0's `return` until the caller has read the
 value.
-
-The third measure is the growth of a rank's memory over a call with a single byte, while all ranks hold the argument.
-The memory is the proportional set size (PSS), which divides a shared page equally among its processes.
 
 Each round runs each way once, in turn, on clusters that have run before:
 
@@ -25,11 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from figures import Figure, at_least, at_most, report
+from figures import Figure, at_least, report
 from running import SERVE, Cluster, Program, asked, nothing_left, take_turns
 
-GROWTH = 1.5
-"""Largest growth of all ranks of a machine together, as a multiple of the argument's size."""
 TIME_LIMIT = 300.0
 """Timeout for one call, in seconds."""
 
@@ -47,10 +42,6 @@ def wait_for(folder, what, count):
     while len(list(Path(folder).glob(f"{{what}}-*"))) < count:
         time.sleep(0.005)
 
-def share_of_memory():
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-
 def touched(array):
     if (found := int(array[::4096].sum())) != -(-array.size // 4096):
         raise ValueError(f"{{array.size}} bytes, of which {{found}} pages are right")
@@ -59,8 +50,6 @@ def work(array, rank, count, folder):
     touched(array)
     note(folder, "touched", rank, time.time())
     wait_for(folder, "touched", count)
-    note(folder, "memory", rank, share_of_memory())
-    wait_for(folder, "memory", count)
     if rank:
         return None
     returned = numpy.ones(array.size, dtype=numpy.uint8)
@@ -73,9 +62,9 @@ def measured(call, count, size, folder):
     touched(call(array, count, folder))
     ended = time.time()
     noted = lambda what: [json.loads(path.read_text()) for path in Path(folder).glob(f"{{what}}-*")]
-    if not len(noted("touched")) == len(noted("memory")) == count:
+    if len(noted("touched")) != count:
         raise ValueError(f"{{len(noted('touched'))}} of {{count}} ranks")
-    return max(noted("touched")) - began, ended - noted("returns")[0], max(noted("memory"))
+    return max(noted("touched")) - began, ended - noted("returns")[0]
 """
 """Part of the programs: the work of the ranks, and of their caller."""
 
@@ -118,8 +107,8 @@ serve(lambda *order: measured(call, *order))
 """
 
 PEER = "Ray Train"
-Taken = tuple[float, float, float]
-"""Seconds until all ranks have read the argument, seconds of the return value, and bytes of a rank's memory."""
+Taken = tuple[float, float]
+"""Seconds until all ranks have read the argument, and seconds of the return value."""
 
 
 def started(way: str, count: int, folder: Path) -> Program:
@@ -132,35 +121,26 @@ def started(way: str, count: int, folder: Path) -> Program:
 
 
 def caller(program: Program, count: int, size: int, folder: Path) -> Callable[[], Taken]:
-    """Return the turn of a contestant. A first call with one byte measures the memory to subtract."""
+    """Return the turn of a contestant."""
     numbers = iter(range(1_000_000))
 
     def call(size: int) -> Taken:
         (here := folder / str(next(numbers))).mkdir(parents=True)
-        argument, returned, memory = program.call(count, size, str(here), timeout=TIME_LIMIT)
-        return argument, returned, memory
+        argument, returned = program.call(count, size, str(here), timeout=TIME_LIMIT)
+        return argument, returned
 
     call(1)  # warms up
-    *_, least = call(1)
-
-    def turn() -> Taken:
-        argument, returned, memory = call(size)
-        return argument, returned, memory - least
-
-    return turn
+    return lambda: call(size)
 
 
 def figures(found: dict[str, list[Taken]], count: int, megabytes: float) -> Iterator[Figure]:
-    """Yield the rows: times beside the peer, and the memory of a rank."""
+    """Yield the rows: times beside the peer."""
     named = f"{megabytes:g} MB as {{}}, {count} ranks"
-    arguments, returned, memory = zip(*found["gang"], strict=True)
+    arguments, returned = zip(*found["gang"], strict=True)
     if theirs := list(zip(*found.get(PEER, ()), strict=True)):
         for what, here, its in (("argument", arguments, theirs[0]), ("return value", returned, theirs[1])):
             row = {"what": f"{named.format(what)}, beside {PEER}", "here": here, "goals": at_least(1)}
             yield Figure.beside(PEER, its, **row)
-    goals = at_most(GROWTH * megabytes / count, "here")
-    what = f"{named.format('argument')}: memory of a rank"
-    yield Figure(what=what, here=[each / 1e6 for each in memory], unit="MB", goals=goals)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from flytekitplugins.daskpytorch.errors import (
     PreemptedError,
     WorkerLostError,
 )
-from flytekitplugins.daskpytorch.protocol import messages, payload
+from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.files import Files
@@ -50,6 +50,7 @@ from flytekitplugins.daskpytorch.protocol.messages import (
 )
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import Keep
+from gangs import pieces_of
 from simulated_gang import Agent, OwnError, PeerLostError, Watcher, World, is_own, raised
 
 W1, W2, W3 = (f"tcp://10.0.0.{i}:1" for i in (1, 2, 3))
@@ -608,7 +609,7 @@ def test_what_a_worker_without_a_part_in_the_attempt_submits_does_not_count(gang
     """Such as one that was given up, and still has a rank of an older attempt."""
     world = gang_of()
     stranger = world.join(world.new_worker())
-    (piece,) = payload.cut("a", [b"of an older attempt"])
+    (piece,) = pieces_of("a", b"of an older attempt")
     part = world.received.keep(0, piece)
     world.report(stranger, 0, part)
     assert world.received.is_empty

@@ -22,8 +22,9 @@ from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
-from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE, cut
+from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError, TaskResults
+from gangs import pieces_of
 from processes import files, until
 
 MIB = 1 << 20
@@ -31,7 +32,7 @@ MIB = 1 << 20
 
 def submit(received: ReceivedResults, path: str, data: bytes, *, rank: int = 0) -> None:
     """Take a rank's result as the driver does."""
-    for piece in cut(path, [data]):
+    for piece in pieces_of(path, data):
         received.add(received.keep(rank, piece))
 
 
@@ -50,7 +51,7 @@ def ended(received: ReceivedResults, error: Exception | None = None) -> GangFutu
 
 def test_a_result_that_was_cut_short_is_none(tmp_path: Path) -> None:
     received = ReceivedResults()
-    for piece in list(cut("a", [bytes(3 * PIECE_SIZE)]))[:2]:
+    for piece in pieces_of("a", bytes(3 * PIECE_SIZE))[:2]:
         received.add(received.keep(0, piece))
     submit(received, "b", b"of the next attempt")
     DaskResultsHandler().process_results(tmp_path, [ended(received)])
@@ -63,7 +64,7 @@ def test_a_disk_that_takes_no_result_ends_the_gang_with_its_error(
     received = ReceivedResults()
     submit(received, "a", b"x")
     monkeypatch.setattr("builtins.open", mock.Mock(side_effect=OSError(28, "No space left on device")))
-    (piece,) = cut("b", [b"x"])
+    (piece,) = pieces_of("b", b"x")
     with pytest.raises(OSError, match="No space left"):
         received.add(received.keep(0, piece))
 
@@ -74,11 +75,11 @@ def test_no_file_is_left_when_nobody_holds_the_results(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     received = ReceivedResults()
-    for piece in cut(None if is_returned else "a", [bytes(3 * PIECE_SIZE)]):
+    for piece in pieces_of(None if is_returned else "a", bytes(3 * PIECE_SIZE)):
         received.add(received.keep(0, piece))
     [folder] = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o077 == 0
-    assert len(list(folder.iterdir())) == (0 if is_returned else 1)
+    assert len(list(folder.iterdir())) == 1
     del received
     assert not list(tmp_path.iterdir())
 

@@ -126,10 +126,10 @@ def test_a_nodes_ranks_download_a_checkpoint_once_and_again_if_it_was_damaged(
 def test_arguments_come_once_a_node_and_those_of_the_call_before_go(
     driver: Driver, ranks: list[Transfers], tmp_path: Path
 ) -> None:
-    calls = [Address(f"call-{number}", 1, 0, ((0, len(ARGUMENTS)),)) for number in range(2)]
+    calls = [Address(f"call-{number}", 1, 0, len(ARGUMENTS)) for number in range(2)]
     for call in calls:
         for rank in ranks:
-            assert [bytes(part) for part in rank.arguments(call)] == [ARGUMENTS]
+            assert rank.arguments(call).read_bytes() == ARGUMENTS
     assert driver.requests == [messages.Download(call.name) for call in calls]
     assert [name for name in names(tmp_path / "node") if "call" in name] == ["arguments-call-1"]
 

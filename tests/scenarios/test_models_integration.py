@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, Observer, Shape, current_rank, dispatch
-from flytekitplugins.daskpytorch.protocol.pickling import LARGE
+from flytekitplugins.daskpytorch.protocol.payload import LARGE
 from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, until
 
 NUM_WORKERS = 4

@@ -2,11 +2,8 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
@@ -101,25 +98,3 @@ def test_a_rank_that_dies_while_its_result_is_on_its_way_has_not_delivered(tmp_p
         ({0}, 3 * PIECE_SIZE, None),
         ({1}, 3 * PIECE_SIZE, "it is here"),
     ]
-
-
-def return_array() -> np.ndarray[Any, Any]:
-    return np.full(SIZE << 17, current_rank().rank, dtype=np.uint8)
-
-
-def mapping_of(array: np.ndarray[Any, Any]) -> str:
-    """The file that an array's memory is; empty where it is none."""
-    address = array.ctypes.data
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, _, end = line.partition(" ")[0].partition("-")
-        if int(start, 16) <= address < int(end, 16):
-            return " ".join(line.split()[5:])
-    raise AssertionError("no memory")
-
-
-def test_the_driver_maps_what_has_come_in_pieces() -> None:
-    request = request_for(return_array, (), {}, Gang(ranks_per_worker=2))
-    results = GangFutures(Supervisor(request, OwnNode()), 2).result()
-    assert [(len(array), set(np.unique(array))) for array in results] == [(SIZE << 17, {0}), (SIZE << 17, {1})]
-    for array in results:
-        assert re.search(r"/daskpytorch-results-\w+/\w+ \(deleted\)$", mapping_of(array))

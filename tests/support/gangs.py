@@ -27,6 +27,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import Sharding
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder
+from flytekitplugins.daskpytorch.protocol.payload import Piece, PieceWriter
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.records import LogRecord
 from processes import nothing_left_behind
@@ -35,6 +36,15 @@ JOB = {"gang": "g", "attempt": 0, "call": b"", "backend": "gloo"} | {
     "sharding": Sharding(base="", nonce=""),
     "settings": Gang(start_timeout=1.0),
 }
+
+
+def pieces_of(path: str | None, data: bytes) -> list[Piece]:
+    """In which a submitted file, or a large return value, travels."""
+    pieces: list[Piece] = []
+    writer = PieceWriter(path, pieces.append)
+    writer.write(data)
+    writer.end()
+    return pieces
 
 
 class Notes(Observer):

@@ -2,20 +2,21 @@
 
 import contextlib
 import functools
+import io
 import os
 import pickle
 import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.protocol.payload import Bytes, Piece, mapped
+from flytekitplugins.daskpytorch.protocol.payload import Piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,6 @@ class ReceivedPiece:
     rank: int
     piece: Piece
     """Without its data."""
-    parts: Sequence[memoryview] = ()
-    """Mapped parts of a whole return value."""
     error: OSError | None = None
 
 
@@ -33,7 +32,7 @@ class ReceivedResults:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._returned: dict[int, Sequence[memoryview]] = {}
+        self._returned: dict[int, Path] = {}
         self._lock = threading.Lock()
         """One thread writes files at a time."""
         self._waiting: deque[tuple[int, str, Path]] = deque()
@@ -49,11 +48,10 @@ class ReceivedResults:
         """Write a piece, and return the part for `add`. In the listener's thread: a slow disk makes ranks wait."""
         kept = ReceivedPiece(rank=rank, piece=replace(piece, data=b""))
         try:
-            path = self._folder / piece.file
-            _write(path, piece)
-            return replace(kept, parts=_taken(path, piece)) if piece.is_last and piece.path is None else kept
+            _write(self._folder / piece.file, piece)
         except OSError as error:
             return replace(kept, error=error)
+        return kept
 
     def add(self, part: ReceivedPiece) -> None:
         """In the gang's thread, which drops parts of ranks that have left the attempt.
@@ -64,7 +62,8 @@ class ReceivedResults:
         if part.error is not None:
             raise part.error
         if piece.is_last and piece.path is None:
-            self._returned[part.rank] = part.parts
+            self._drop(part.rank)
+            self._returned[part.rank] = self._folder / piece.file
         elif piece.is_last and piece.path:
             self._waiting.append((part.rank, piece.path, self._folder / piece.file))
         elif piece.is_last:
@@ -92,10 +91,27 @@ class ReceivedResults:
 
     def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:
         """Remove a rank's return value. The returned function unpickles it, in any thread."""
-        return partial(_load, rank, self._returned.pop(rank) if small is None else [small])
+        return partial(self._load, rank, self._returned.pop(rank) if small is None else small)
 
     def drop_returned(self) -> None:
-        self._returned.clear()
+        for rank in list(self._returned):
+            self._drop(rank)
+
+    def _drop(self, rank: int) -> None:
+        if (path := self._returned.pop(rank, None)) is not None:
+            path.unlink(missing_ok=True)
+
+    def _load(self, rank: int, data: bytes | Path) -> Any:  # not a static method: the folder lives as long as `self`
+        try:
+            with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file:
+                value = pickle.load(file)  # noqa: S301 - from our own rank
+        except BaseException as error:  # any error of a user's class or extension
+            kept = _kept_for_user(data)
+            error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver{kept}")
+            raise
+        if isinstance(data, Path):
+            data.unlink()
+        return value
 
 
 def _close(stack: contextlib.ExitStack, pid: int) -> None:
@@ -109,26 +125,10 @@ def _write(path: Path, piece: Piece) -> None:
         file.write(piece.data)
 
 
-def _taken(path: Path, piece: Piece) -> list[memoryview]:
-    with path.open("rb") as file:
-        path.unlink()
-        return mapped(file, piece.segments)
-
-
-def _load(rank: int, parts: Sequence[Bytes]) -> Any:
-    try:
-        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301 - from our own rank
-    except BaseException as error:  # any error of a user's class or extension
-        kept = _kept_for_user(parts)
-        error.add_note(f"raised while the return value of rank {rank} was unpickled in the driver{kept}")
-        raise
-
-
-def _kept_for_user(parts: Sequence[Bytes]) -> str:
+def _kept_for_user(data: bytes | Path) -> str:
     try:
         with tempfile.NamedTemporaryFile(prefix="daskpytorch-returned-", suffix=".pickle", delete=False) as file:
-            pickle.dump([*map(pickle.PickleBuffer, parts)], file, protocol=5)
+            file.write(data if isinstance(data, bytes) else data.read_bytes())
     except OSError as error:
         return f". The value is lost, as it could not be written to a file: {error}"
-    how = "data, *buffers = pickle.load(file); value = pickle.loads(data, buffers=buffers)"
-    return f". The pickle is kept in {file.name}. Read the file with: {how}"
+    return f". The pickle is kept in {file.name}. Read the file with pickle.load"

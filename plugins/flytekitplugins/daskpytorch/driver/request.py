@@ -15,8 +15,7 @@ from flytekitplugins.daskpytorch.protocol.function import arguments_of, check_fu
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
-from flytekitplugins.daskpytorch.protocol.pickling import LARGE
+from flytekitplugins.daskpytorch.protocol.payload import LARGE, SharedMemory
 from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 
@@ -101,13 +100,12 @@ def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | N
 def packed(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, SharedMemory | None]:
-    aside: list[memoryview] = []
-    data = pack_call(function, args, kwargs, aside)
-    if not aside and len(data) < LARGE:
+    data = pack_call(function, args, kwargs)
+    if len(data) < LARGE:
         return data, None
     with contextlib.suppress(OSError):  # no file or no memory is left
-        return b"", SharedMemory([data, *aside])
-    return pack_call(function, args, kwargs), None
+        return b"", SharedMemory(data)
+    return data, None
 
 
 def packed_check(settings: Gang) -> bytes | None:

@@ -91,11 +91,7 @@ def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """
     if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
         return None
-    aside: list[memoryview] = []
-    digest = xxhash.xxh3_128(pickling.dumps((args, kwargs), aside=aside))
-    for memory in aside:
-        digest.update(memory)
-    return key_of(function), settings.checkpoint_uri, digest.digest()
+    return key_of(function), settings.checkpoint_uri, xxhash.xxh3_128_digest(pickling.dumps((args, kwargs)))
 
 
 def storage_of(

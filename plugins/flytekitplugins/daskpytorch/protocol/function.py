@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
 from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.records import numbers
@@ -86,15 +86,14 @@ def pack_call(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    aside: list[memoryview] | None = None,
 ) -> bytes:
     """Pickle a call: the function by name if its module has the function, else (`__main__`, closures) by value.
 
-    `aside` gets the memory of each large array and tensor. TypeError names the part that cannot be pickled.
+    TypeError names the part that cannot be pickled.
     """
     by_name = _by_name(function)
     try:
-        return pickling.dumps((by_name or function, tuple(args), dict(kwargs)), aside=aside)
+        return pickling.dumps((by_name or function, tuple(args), dict(kwargs)))
     except Exception as error:
         parts = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
         parts["the function itself"] = by_name or function
@@ -126,10 +125,8 @@ def _can_pickle(value: object) -> bool:
 # ---- Unpacking, in a rank
 
 
-def unpack_call(
-    data: bytes | memoryview, aside: Sequence[memoryview] = (), present: Mapping[str, Any] | None = None
-) -> partial[Any]:
-    function, args, kwargs = pickling.loads(data, aside, present)
+def unpack_call(data: bytes | IO[bytes], present: Mapping[str, Any] | None = None) -> partial[Any]:
+    function, args, kwargs = pickling.loads(data, present)
     return partial(_find(*function) if type(function) is tuple else function, *args, **kwargs)
 
 

@@ -1,58 +1,25 @@
 """Large calls, return values and submitted files, on their way between the driver and the ranks.
 
-A pickled value has parts: the pickle, and the memory of each large array and tensor (`pickling.put_apart`).
+A large call is anonymous memory (`memfd_create`) of the driver, the keeper. Ranks on the driver's machine read the call
+through `/proc/PID/fd`.
 
-A large call is anonymous memory (`memfd_create`) of the driver or an agent, the keeper. The node's ranks map it through
-`/proc/PID/fd`, so that their writes stay private.
-
-Large return values and submitted files travel in pieces, which the driver writes to files. The driver maps a return
-value's file, and deletes its name at once.
+Large return values and submitted files travel in pieces, which the driver writes to files.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 PIECE_SIZE = 1 << 20
 """Bytes. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
 SMALL_SIZE = 1 << 16
-Segment = tuple[int, int]
-"""Start of a part in a file, a multiple of the page size, and its size in bytes."""
-Bytes = bytes | memoryview
-
-
-# ---- In files
-
-
-def write_parts(file: IO[bytes], parts: Sequence[Bytes]) -> tuple[Segment, ...]:
-    """OSError: for example, the disk is full."""
-    segments = _segments(parts)
-    for (start, _), part in zip(segments, parts, strict=True):
-        file.seek(start)
-        file.write(part)
-    file.flush()
-    return segments
-
-
-def _segments(parts: Sequence[Bytes]) -> tuple[Segment, ...]:
-    segments, end = list[Segment](), 0
-    for part in parts:  # each begins at the start of a memory page
-        start = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = start + len(part)
-        segments.append((start, len(part)))
-    return tuple(segments)
-
-
-def mapped(file: IO[bytes], segments: Sequence[Segment]) -> list[memoryview]:
-    memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    return [memory[start : start + size] for start, size in segments]
+LARGE = 1 << 20
+"""Bytes from which a pickled call is kept in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +29,12 @@ class Address:
     name: str
     pid: int
     descriptor: int
-    segments: tuple[Segment, ...]
+    size: int
 
     @property
     def path(self) -> Path:
         """Valid on the keeper's machine for the same user."""
         return Path(f"/proc/{self.pid}/fd/{self.descriptor}")
-
-    @property
-    def size(self) -> int:
-        return max((start + size for start, size in self.segments), default=0)
 
     @property
     def is_here(self) -> bool:
@@ -81,53 +44,62 @@ class Address:
         except OSError:
             return False
 
-    def mapped(self) -> list[memoryview]:
-        """Map the segments. OSError: the keeper is on another machine, or has ended."""
-        with self.path.open("rb") as file:
-            return mapped(file, self.segments)
-
 
 class SharedMemory:
-    """Keeps the parts of a call for other processes. Memory that they map outlives this object."""
+    """Keeps a large call for other processes. Raises OSError without memory."""
 
-    def __init__(self, parts: Sequence[Bytes] = ()) -> None:
+    def __init__(self, data: bytes) -> None:
         self._name = f"daskpytorch-{uuid.uuid4().hex}"
         self._file = os.fdopen(os.memfd_create(self._name), "wb")
-        self._segments = write_parts(self._file, parts)
+        self._size = self._file.write(data)
+        self._file.flush()
         self.close = weakref.finalize(self, self._file.close)
 
     @property
     def address(self) -> Address:
-        return Address(self._name, os.getpid(), self._file.fileno(), self._segments)
-
-
-# ---- In pieces
+        return Address(self._name, os.getpid(), self._file.fileno(), self._size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A rank's pieces arrive in order, one value after the other."""
+    """A value's pieces arrive in order."""
 
     path: str | None
     """Path in the results' folder (empty if only the task's folder must exist), or None for a return value."""
     file: str
     """Name of the value's file in a folder of the driver."""
-    start: int = 0
+    start: int
     """Place of the data in the file."""
-    data: bytes = b""
-    is_last: bool = True
-    segments: tuple[Segment, ...] = ()
-    """Places of the return value's parts in the file, given with the last piece."""
+    data: bytes
+    is_last: bool
 
 
-def cut(path: str | None, parts: Sequence[Bytes]) -> Iterator[Piece]:
-    name, segments = uuid.uuid4().hex, _segments(parts)
-    views = [
-        (start + at, memoryview(part)[at : at + PIECE_SIZE])
-        for (start, size), part in zip(segments, parts, strict=True)
-        for at in range(0, max(size, 1), PIECE_SIZE)
-    ]
-    for index, (start, view) in enumerate(views):
-        is_last = index == len(views) - 1
-        last = segments if is_last else ()
-        yield Piece(path=path, file=name, start=start, data=bytes(view), is_last=is_last, segments=last)
+class PieceWriter:
+    """File that passes what is written to `send`, in pieces."""
+
+    def __init__(self, path: str | None, send: Callable[[Piece], object]) -> None:
+        self._path, self._send, self._name = path, send, uuid.uuid4().hex
+        self._start = 0
+        self._rest = bytearray()
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE_SIZE):
+            part = view[start : start + PIECE_SIZE]
+            if len(self._rest) + len(part) > PIECE_SIZE:
+                self._flush(is_last=False)
+            self._rest += part
+        return len(view)
+
+    def end(self) -> bytes | None:
+        """Send the last piece, or return the bytes of a small return value."""
+        if self._path is None and self._start == 0 and len(self._rest) <= SMALL_SIZE:
+            return bytes(self._rest)
+        self._flush(is_last=True)
+        return None
+
+    def _flush(self, *, is_last: bool) -> None:
+        data = bytes(self._rest)
+        self._send(Piece(path=self._path, file=self._name, start=self._start, data=data, is_last=is_last))
+        self._start += len(data)
+        self._rest.clear()

@@ -23,11 +23,11 @@ import sys
 import types
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from importlib import import_module
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import cloudpickle
 from cloudpickle import cloudpickle as parts  # cloudpickle 3.0 to 3.1
@@ -35,7 +35,7 @@ from tblib.pickling_support import pickle_exception, pickle_traceback
 
 Reduced = tuple[Any, ...]
 LARGE = 1 << 20
-"""Bytes from which an array's or tensor's memory may stay outside the pickle."""
+"""Bytes from which a tensor's memory is pickled without copies. The unpickled tensor cannot be resized."""
 BUILTIN_INITS = tuple(
     each.__init__ for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, BaseException)
 )
@@ -141,52 +141,37 @@ def _class_of_driver(tracker_id: str, name: str) -> Any:
 # ---- To the ranks
 
 
-def dumps(value: object, aside: list[memoryview] | None = None) -> bytes:
-    """Pickle a value, with all definitions of `__main__` that it reaches.
-
-    `aside` gets the memory of each large array and tensor.
-    """
+def dumps(value: object) -> bytes:
+    """Pickle a value, with all definitions of `__main__` that it reaches."""
     file = io.BytesIO()
-    pickler = _Pickler(file, aside)
+    pickler = _Pickler(file)
     pickler.dump(value)
     pickler.dump_definitions()
     return file.getvalue()
 
 
-def loads(data: bytes | memoryview, aside: Iterable[memoryview] = (), present: Mapping[str, Any] | None = None) -> Any:
+def loads(data: bytes | IO[bytes], present: Mapping[str, Any] | None = None) -> Any:
     """Return the value of a pickle, and put the pickled definitions into this process's `__main__`.
 
-    The value uses the memory in `aside`, in the order of `dumps`, without a copy. Names in `present` (None: all of
-    `__main__`) keep their values: functions that use `__file__` bring the driver's.
+    Names in `present` (None: all of `__main__`) keep their values: functions that use `__file__` bring the driver's.
     """
     namespace = vars(sys.modules["__main__"])
     present = dict(namespace) if present is None else present
-    file = io.BytesIO(data)
-    unpickler = pickle.Unpickler(file, buffers=aside)  # noqa: S301 - from the gang's own driver, over the agent's pipe
+    file = io.BytesIO(data) if isinstance(data, bytes) else data
+    unpickler = pickle.Unpickler(file)  # noqa: S301 - from the gang's own driver, over the agent's pipe
     value = unpickler.load()
-    while file.tell() < len(data):
-        namespace.update(unpickler.load())
+    while definitions := unpickler.load():
+        namespace.update(definitions)
     namespace.update(present)
     return value
-
-
-def put_apart(aside: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    def takes(buffer: pickle.PickleBuffer) -> bool:
-        if (memory := buffer.raw()).nbytes < LARGE:
-            return True
-        aside.append(memory)
-        return False
-
-    return takes
 
 
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, aside: list[memoryview] | None) -> None:
-        super().__init__(file, buffer_callback=put_apart(aside) if aside is not None else None)
-        self._has_aside = aside is not None
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
         self._namespace = vars(sys.modules["__main__"])
         self._reached: set[str] = set()
         self.globals_ref[id(self._namespace)] = _MainNamespace(name="not empty, else cloudpickle fills it")
@@ -197,6 +182,7 @@ class _Pickler(Pickler):
         while new := self._reached - done:
             self.dump({name: self._namespace[name] for name in sorted(new)})
             done |= new
+        self.dump({})
 
     def reducer_override(self, obj: Any) -> Any:
         """Pickle modules with a custom class by name.
@@ -209,11 +195,11 @@ class _Pickler(Pickler):
             return own
         if (instead := _reduce_object(obj) or _reduce_module(obj)) is not None:
             return instead
-        if self._has_aside and type(obj).__module__ == "torch.storage":
+        if type(obj).__module__ == "torch.storage":
             from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
 
-            if (apart := reduce_storage(obj, at_least=LARGE)) is not None:
-                return apart
+            if (large := reduce_storage(obj, at_least=LARGE)) is not None:
+                return large
         reduced = super().reducer_override(obj)
         return self._reduce_named(obj) if reduced is NotImplemented else reduced
 

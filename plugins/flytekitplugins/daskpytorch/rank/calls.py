@@ -7,7 +7,7 @@ import gc
 import queue
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 from flytekitplugins.daskpytorch.context import StopSignal
 from flytekitplugins.daskpytorch.protocol.failure import Failure
@@ -55,9 +55,9 @@ class Server:
         self._link.progress.step = None
         value, failure = None, None
         try:
-            large = order.large
-            data, *aside = self._link.large(large) if large is not None else [memoryview(order.call)]
-            returned = completed(_unpacked(data, aside, self._present))
+            with self._link.opened(order.call, order.large) as data:
+                call = _unpacked(data, self._present)
+            returned = completed(call)
             _wait_for_gpu()
             if order.keeps:
                 values[order.number], returned = returned, None
@@ -72,9 +72,9 @@ class Server:
         self._link.send(CallEnded(number=order.number, value=value, failure=failure))
 
 
-def _unpacked(data: memoryview, aside: list[memoryview], present: Mapping[str, Any]) -> Callable[[], Any]:
+def _unpacked(data: IO[bytes], present: Mapping[str, Any]) -> Callable[[], Any]:
     try:
-        return unpack_call(data, aside, present)
+        return unpack_call(data, present)
     except ModuleNotFoundError as error:
         error.add_note(
             "Ranks have the modules that were imported when their gang began: import this one, and begin anew."

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 from flytekitplugins.daskpytorch.context import Link, Progress
 from flytekitplugins.daskpytorch.protocol import messages, payload, pickling
@@ -134,7 +134,11 @@ class GangLink(Link):
             self.observers.call("on_log", record)
 
     def submit(self, path: str, data: bytes) -> None:
-        self._send_pieces(path, [data])
+        """Other reports may be sent between two pieces."""
+        with self._submit_lock:
+            pieces = payload.PieceWriter(path, self._send_piece)
+            pieces.write(data)
+            pieces.end()
 
     def results_folder(self) -> Any:
         if self.folder is None:
@@ -186,24 +190,21 @@ class GangLink(Link):
             self.records.add(messages.Spent(self.ledger.seconds(), step))
 
     def send_returned(self, value: Any) -> bytes | None:
-        parts = pickled(value)
-        if len(parts) == 1 and len(parts[0]) <= payload.SMALL_SIZE:
-            return bytes(parts[0])
-        self._send_pieces(None, parts)
-        return None
+        pieces = payload.PieceWriter(None, self._send_piece)
+        dump_returned(value, pieces)
+        return pieces.end()
 
-    def _send_pieces(self, path: str | None, parts: Sequence[payload.Bytes]) -> None:
-        """Other reports may be sent between two pieces."""
-        with self._submit_lock:
-            for piece in payload.cut(path, parts):
-                self._send_in_turn(pickle.dumps(piece))
+    def _send_piece(self, piece: payload.Piece) -> None:
+        self._send_in_turn(pickle.dumps(piece))
 
     # ---- questions, and their answers
 
-    def large(self, address: Address) -> list[memoryview]:
-        """Return the parts of a large call. OSError: the transfer has failed."""
+    def opened(self, call: bytes | None, large: Address | None) -> IO[bytes]:
+        """Return a file of the pickled call. OSError: the transfer of a large one has failed."""
+        if large is None:
+            return io.BytesIO(call or b"")
         try:
-            return self._transfers.arguments(address)
+            return self._transfers.arguments(large).open("rb")
         except (OSError, EOFError) as error:
             raise OSError(
                 f"the function's large arguments did not arrive on this node: {type(error).__name__}: {error}. If the "
@@ -274,17 +275,15 @@ def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
     )
 
 
-def pickled(value: Any) -> list[memoryview]:
+def dump_returned(value: Any, file: payload.PieceWriter) -> None:
     """CUDA tensors are pickled on the CPU, a `DistributedDataParallel` as its model."""
-    file, aside = io.BytesIO(), list[memoryview]()
     try:
-        _pickler(sharded_classes())(file, protocol=5, buffer_callback=pickling.put_apart(aside)).dump(value)
+        _pickler(sharded_classes())(file).dump(value)
     except Exception as error:
         raise TypeError(
             f"the function returned a {type(value).__name__} that cannot be pickled: {error}. "
             "Return plain data or tensors, such as a state_dict instead of a model."
         ) from error
-    return [file.getbuffer(), *aside]
 
 
 @functools.cache

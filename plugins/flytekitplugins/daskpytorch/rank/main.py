@@ -156,9 +156,8 @@ def _unpack(order: RankOrder, link: GangLink, session: Session, prompt: debugger
             explained = functools.partial(_explained, order, link, prompt)
             session.server = Server(link, session.rank.stop_signal, explained)
             return functools.partial(session.server.serve)
-        large = order.job.large
-        data, *aside = link.large(large) if large is not None else [memoryview(order.job.call or b"")]
-        return unpack_call(data, aside)
+        with link.opened(order.job.call, order.job.large) as data:
+            return unpack_call(data)
     finally:  # observers also see a call fail whose modules cannot be imported
         if order.place.rank == 0:
             link.observers.open(order.job.observers)

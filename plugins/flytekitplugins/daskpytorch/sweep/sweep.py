@@ -76,7 +76,7 @@ class Sweep:
         if self.storage is not None:
             model.storage = self.storage.model(index, lambda: self._about(model))
         if not self.is_over(model):
-            pack_call(self.function, (experiment,), {}, [])  # without a copy of large arrays
+            pack_call(self.function, (experiment,), {})
         return model
 
     def size(self, index: int, experiment: Any) -> int:
