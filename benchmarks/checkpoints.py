@@ -81,7 +81,8 @@ def figures(title: str, place: str, found: Found) -> Iterator[Figure]:
         best = [
             min(others) for others in zip(*(found[peer, what] for peer in peers if (peer, what) in found), strict=True)
         ]
-        row = {"what": f"{title}: {text}", "here": found["ours", what], "goals": at_most(1.0)}
+        bound = 1.5 if (place, what) == ("disk", "committed") else 1.1
+        row = {"what": f"{title}: {text}", "here": found["ours", what], "goals": at_most(bound)}
         yield Figure.beside(" or ".join(peers.values()), best, share=True, **row)
 
 

@@ -212,7 +212,7 @@ class Bench:
 def figures(times: dict[str, list[float]]) -> Iterator[Figure]:
     """Yield the rows: all ways beside `torchrun`, and a warm gang beside the quickest of the other peers."""
     gang = f"{os.environ[SIZE]} ranks ({os.environ[BACKEND]}), launch to first all-reduce"
-    bounds = {"warm": at_least(40), "first gang": at_most(2.2, "here"), "preloaded": at_most(0.5, "here")}
+    bounds = {"warm": at_least(25), "first gang": at_least(1.33), "preloaded": at_most(0.6, "here")}
     bounds["second task"] = at_most(0.5, "here")
     labels = {"first gang": "first gang on a cluster", "preloaded": "first gang on workers that preload"}
     labels["second task"] = "a second `SpawnDDP` task in one process"

@@ -78,7 +78,7 @@ with Client(scheduler_file=sys.argv[2]) as client:
 """
 
 WAYS = ("torchrun", "spawn", "first", "warm")
-BOUNDS = {"spawn": ("`SpawnDDP`", 0.8), "first": ("a first gang of Dask workers", 1.2), "warm": ("a warm one", 1.1)}
+BOUNDS = {"spawn": ("`SpawnDDP`", 0.85), "first": ("a first gang of Dask workers", 1.4), "warm": ("a warm one", 1.3)}
 
 
 def memory_of(pids: set[int]) -> float:

@@ -358,12 +358,12 @@ def figures(times: dict[str, list[float]]) -> Iterator[Figure]:
     what = f"rank killed{' on GPUs' if gpus() else ''}: `dispatch.run`, to all ranks' next step"
     peers = {peer: times[peer] for peer in PEERS if peer in times}
     if "rank" in times and "torchrun" in peers:
-        goals = [*at_most(0.15, "here"), *at_least(4)]
+        goals = [*at_most(0.4, "here"), *at_least(10)]
         yield Figure.beside("`torchrun`", peers.pop("torchrun"), what=what, here=times["rank"], goals=goals)
     if "rank" in times and peers:
         yield Figure.beside_quickest(peers, what=f"{what}, beside other peers", here=times["rank"])
     labels = {
-        "lost": ("worker lost, the others go on", 0.5),
+        "lost": ("worker lost, the others go on", 0.6),
         "returned": ("worker killed, after the new one was registered", 4.0),  # the time of a first gang that trains
     }
     for way, (label, limit) in labels.items():

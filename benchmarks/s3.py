@@ -42,7 +42,7 @@ NUM_CLASSES = 20
 PLACES = [("near", 2), ("far", 2), ("near", 0)]
 """Place of the server, and number of loader workers."""
 GOALS = [
-    ("pil", "local", ("near", 2), 0.7),
+    ("pil", "local", ("near", 2), 0.65),
     ("ahead", "local", ("near", 2), 0.88),
     ("ahead", "connector", ("far", 2), 3.0),
     ("ahead", "forerunner", ("near", 0), 10.0),
