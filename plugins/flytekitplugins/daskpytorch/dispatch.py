@@ -68,8 +68,8 @@ def run(
             `gang.ranks_per_worker` of them.
         pytorch_function: Function that each rank calls, or `run_script` or `run_module`. The workers need not have the
             function's module.
-        *args: Picklable positional arguments of the function, equal in all ranks. Large arrays and tensors are sent to
-            each worker once, and its ranks share the memory copy-on-write.
+        *args: Picklable positional arguments of the function, equal in all ranks. Large ones are sent to each worker
+            once, and each rank has a copy.
         backend: Backend of the process group. `auto`: use `gang.backend`.
         pass_local_rank: True: also pass `local_rank`, the rank's index among the ranks of its worker.
         gang: Settings of the gang. None: the defaults.
