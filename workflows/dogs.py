@@ -35,10 +35,11 @@ runs one rank. `DASKPYTORCH_PROFILE=gpu` gives each worker a GPU.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, cast
 
 import torch
 from flytekit import Cache, Deck, HashMethod, current_context, task, workflow
@@ -61,8 +62,8 @@ NUM_GPUS = resources.number("DOGS_GPUS", resources.NUM_GPUS, least=0)
 NUM_RANKS = NUM_WORKERS * max(1, NUM_GPUS)
 SETTINGS = resources.SETTINGS | {"DOGS_WORKERS": str(NUM_WORKERS), "DOGS_GPUS": str(NUM_GPUS)}
 """Environment variables of the tasks' pods, which import this file again."""
-INDEX = "index.json"
-"""Name of the bucket's listing in the directory of pictures, if the pictures stay in a bucket."""
+LISTED = "listed.pkl"
+"""Name of the pickled dataset in the directory of pictures, if the pictures stay in a bucket."""
 NUM_PICTURES = 24
 """Number of held-out images in the Deck."""
 PIXELS = 128
@@ -266,9 +267,11 @@ def _check_number(pictures: Pictures, hp: Hyperparameters) -> None:
 
 
 def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
-    """Return the bucket's pictures, by the listing in the folder if it is there, or the folder's own pictures."""
+    """Return the bucket's pictures, as listed in the folder if they are, or the folder's own pictures."""
+    if (listed := Path(folder, LISTED)).exists():
+        return cast("S3ImageFolder", pickle.loads(listed.read_bytes()))  # noqa: S301 - by this workflow's first task
     if place.bucket:
-        return S3ImageFolder(
+        pictures = S3ImageFolder(
             place.bucket,
             place.prefix,
             transform=transfer.transform(hp),
@@ -276,8 +279,9 @@ def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
             storage_options={"endpoint_url": place.endpoint_url or None},
             decoder="tensor",
             on_error=hp.on_error,
-            index=Path(folder, INDEX),
         )
+        listed.write_bytes(pickle.dumps(pictures))
+        return pictures
     from torchvision.datasets import ImageFolder
 
     return ImageFolder(folder, transform=transfer.transform(hp))

@@ -9,24 +9,23 @@ from typing import Any
 import pytest
 
 from flytekitplugins.daskpytorch import data
-from flytekitplugins.daskpytorch.data.bucket import Access, Listed, credentials
-from flytekitplugins.daskpytorch.data.image_folder import ImageIndex
+from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, Listed, credentials
 
 PLACE = {"endpoint_url": "http://127.0.0.1:1"}
 NOWHERE: dict[str, Any] = {"storage_options": {"key": "access", "secret": "hush"} | PLACE, "num_retries": 1}
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Path:
-    path = tmp_path / "index.json"
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that only lists."""
     files = [Listed("p/cat/1.jpg", 3, "a"), Listed("p/dog/2.jpg", 4, "b"), Listed("p/dog/3.jpg", 4, "b")]
-    ImageIndex.of(files, "b", "p", nested=False).save(path)
-    return path
+    monkeypatch.setattr(Bucket, "listing", lambda _, prefix: files if prefix == "p/" else [])
 
 
 @pytest.mark.parametrize("place", [("b", "p"), ("b", "/p/"), ("s3://b/p",), ("s3://b/p/",), ("s3a://b", "p")])
-def test_bucket_and_prefix_or_an_uri(index: Path, place: tuple[str, ...]) -> None:
-    folder = data.S3ImageFolder(*place, index=index, **NOWHERE)
+@pytest.mark.usefixtures("listed")
+def test_bucket_and_prefix_or_an_uri(place: tuple[str, ...]) -> None:
+    folder = data.S3ImageFolder(*place, **NOWHERE)
     assert folder.all_files == ["p/cat/1.jpg", "p/dog/2.jpg", "p/dog/3.jpg"]
     assert folder.classes == ["cat", "dog"]
     assert folder.class_to_idx == {"cat": 0, "dog": 1}
@@ -66,13 +65,9 @@ def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, 
         data.S3ImageFolder(*place, **{**NOWHERE, **options})
 
 
-def test_an_index_of_another_folder_is_refused(index: Path) -> None:
-    with pytest.raises(ValueError, match=r"index\.json' lists s3://b/p/ \(nested=False\), not s3://b/q/"):
-        data.S3ImageFolder("b", "q", index=index, **NOWHERE)
-
-
-def test_it_travels_without_its_client_and_hides_its_secret(index: Path) -> None:
-    folder = data.S3ImageFolder("b", "p", index=index, **NOWHERE)
+@pytest.mark.usefixtures("listed")
+def test_it_travels_without_its_client_and_hides_its_secret() -> None:
+    folder = data.S3ImageFolder("b", "p", **NOWHERE)
     with pytest.raises(ConnectionError, match=r"s3://b/p/cat/1.jpg could not be read: .*Tried 2 times"):
         folder[0]  # its client is in use
     other = pickle.loads(pickle.dumps(folder))
@@ -82,19 +77,18 @@ def test_it_travels_without_its_client_and_hides_its_secret(index: Path) -> None
     assert "hush" not in repr(folder._source.here.bucket.access)
 
 
-def test_an_unknown_profile_is_named(index: Path) -> None:
+def test_an_unknown_profile_is_named() -> None:
     with pytest.raises(ValueError, match=r"\(nope\) could not be found: add the profile to ~/.aws/config"):
         data.S3ImageFolder("b", "p", storage_options={"profile": "nope"} | PLACE)
 
 
-def test_no_credentials_are_named(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_credentials_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-    folder = data.S3ImageFolder("b", "p", index=index, storage_options=PLACE)
     with pytest.raises(PermissionError, match=r"no AWS credentials .*anon=True"):
-        folder[0]
+        credentials(Access().session())
     with pytest.raises(PermissionError, match=r"s3://b/p/ may not be read: Unable to locate credentials.*anon=True"):
         data.S3ImageFolder("b", "p", storage_options=PLACE)
 

@@ -1,7 +1,5 @@
 """An index finds the pictures in a listing."""
 
-from pathlib import Path
-
 import pytest
 
 from flytekitplugins.daskpytorch.data.bucket import Listed
@@ -50,10 +48,3 @@ def test_a_folder_without_pictures_is_an_error_that_says_what_is_there() -> None
         index()
     with pytest.raises(FileNotFoundError, match=r"2 x file that is no picture by its name \(such as p/cat/a.txt\)"):
         index("p/cat/a.txt", "p/cat/b.csv")
-
-
-def test_an_index_survives_its_file(tmp_path: Path) -> None:
-    found = index("p/cat/1.jpg", "p/dog/ü.png")
-    found.save(tmp_path / "index.json")
-    assert ImageIndex.load(tmp_path / "index.json") == found
-    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]

@@ -3,8 +3,10 @@
 import hashlib
 import io
 import json
+import pickle
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from PIL import Image
 import fault_proxy as faults
 from fault_proxy import FaultProxy
 from flytekitplugins.daskpytorch import data
+from flytekitplugins.daskpytorch.data.image_folder import _Source
 from jpegs import encoded, photo
 from processes import nothing_left_behind, run_program
 from seaweed import NO_RIGHTS, PUBLIC, READER, Keys, Weed
@@ -104,16 +107,16 @@ def test_what_is_no_picture_is_named_and_asked_for_once(folder: Make, proxy: Fau
     assert proxy.num_requests("empty.jpg") == 1
 
 
-def test_more_keys_than_a_page_are_listed_and_the_index_needs_no_listing(
-    folder: Make, weed: Weed, proxy: FaultProxy, tmp_path: Path
+def test_more_keys_than_a_page_are_listed_and_a_pickle_has_the_listing(
+    folder: Make, weed: Weed, proxy: FaultProxy
 ) -> None:
     keys = [f"many/class-{number % 3}/{number:05d}.jpg" for number in range(1005)]
     weed.put_all(BUCKET, dict.fromkeys(keys, b"?"))
-    dataset = folder("many", index=tmp_path / "index.json")
+    dataset = folder("many")
     assert dataset.all_files == sorted(keys)
     assert proxy.num_requests(BUCKET) >= 2
     proxy.heal()
-    again = folder("many", index=tmp_path / "index.json")
+    again = pickle.loads(pickle.dumps(dataset))
     assert (again.all_files, again.targets, again.etags) == (dataset.all_files, dataset.targets, dataset.etags)
     assert not proxy.requests
 
@@ -145,12 +148,13 @@ def test_anybody_reads_a_public_bucket_and_no_other(folder: Make, weed: Weed) ->
     ids=["no rights", "unknown key", "wrong secret"],
 )
 def test_wrong_keys_are_refused_when_listing_and_when_reading(
-    folder: Make, proxy: FaultProxy, tmp_path: Path, keys: Keys, cause: str
+    folder: Make, proxy: FaultProxy, keys: Keys, cause: str
 ) -> None:
     with pytest.raises(PermissionError, match=rf"s3://{BUCKET}/few/ may not be read.*{cause}.*Check the credentials"):
         folder(keys=keys)
-    folder(index=tmp_path / "index.json")  # which writes it
-    dataset = folder(keys=keys, index=tmp_path / "index.json", on_error="skip")  # that is none of its business
+    dataset = folder(on_error="skip")  # that is none of its business
+    access = replace(dataset._source.here.bucket.access, key=keys.access, secret=keys.secret)
+    dataset._source = _Source(BUCKET, access)
     proxy.heal()
     with pytest.raises(PermissionError, match=rf"{URI} may not be read.*{cause}"):
         read(dataset, VICTIM)

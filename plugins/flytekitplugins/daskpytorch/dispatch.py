@@ -249,16 +249,16 @@ def map(  # noqa: A001
         storage: Folder or fsspec URL (`s3://bucket/prefix`) that keeps the results, records and checkpoints of each
             model in `storage/name/index`. A repeated call, in another process, in a Flyte retry, or with more
             experiments at the end, trains only missing models. Failed and cancelled ones go on from their newest
-            checkpoints. A data frame's keys whose rows are unchanged are not trained again. Files that ranks submit are
-            not kept. Two processes must not use one name at a time. Stored files are pickles, which are trusted when
-            they are read: let nobody else write there.
+            checkpoints. A data frame's keys are trained again if their rows or the function have changed. Files that
+            ranks submit are not kept. Two processes must not use one name at a time. Stored files are pickles, which
+            are trusted when they are read: let nobody else write there.
         name: Name of the folder in `storage`. None: the function's name.
 
     Returns:
         Sequence with a future per experiment, in the experiments' order. A future has rank 0's return value as `result`
         and rank 0's newest 100,000 log records as `records`. The sequence also has `result`, `exception`, `cancel`,
         `best` and `to_frame`: only `to_frame`, `done` and `cancel` for a data frame. A failed experiment does not end
-        the others. A notebook shows the sequence as a table.
+        the others.
 
     Raises:
         ValueError: An argument has the wrong type, or a number of workers is not a whole number from 1 up. Or `wandb`

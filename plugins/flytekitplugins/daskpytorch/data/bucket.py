@@ -78,12 +78,12 @@ class ChangedError(DamagedTransferError):
         List the folder again to get the new object:
 
         >>> from flytekitplugins.daskpytorch import data
-        >>> def read(uri: str, index: int) -> tuple[object, int]:
+        >>> def read(dogs: data.S3ImageFolder, index: int) -> tuple[object, int]:
         ...     try:
-        ...         return data.S3ImageFolder(uri, index="listing.txt")[index]
+        ...         return dogs[index]
         ...     except data.ChangedError:
-        ...         return data.S3ImageFolder(uri)[index]
-        >>> picture, label = read("s3://pictures/dogs", 3)
+        ...         return data.S3ImageFolder("s3://pictures/dogs")[index]
+        >>> picture, label = read(data.S3ImageFolder("s3://pictures/dogs"), 3)
         >>> label
         0
     """

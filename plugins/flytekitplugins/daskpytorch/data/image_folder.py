@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -29,7 +26,6 @@ from flytekitplugins.daskpytorch.data.bucket import (
     split_uri,
 )
 from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
-from flytekitplugins.daskpytorch.process.folders import replacing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -159,12 +155,11 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         decoder: Decoder = "pil",
         nested: bool = False,
         on_error: OnError = "raise",
-        index: str | os.PathLike[str] | None = None,
         num_connections: int = 32,
         timeout: float = 30.0,
         num_retries: int = 5,
     ) -> None:
-        """List the pictures in a folder of a bucket, or read the listing from the file `index`.
+        """List the pictures in a folder of a bucket.
 
         Args:
             s3_bucket: Name of the bucket, or URI of the whole folder, `s3://bucket/prefix`.
@@ -182,7 +177,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             on_error: Handling of a picture that cannot be decoded, has vanished, or arrives damaged after all retries.
                 `raise`: raise the error. `skip`: leave the picture out of its batch. A function of key and error
                 returns a picture to use instead, or None to skip. Skipped and replaced pictures are logged.
-            index: File with the listing, for many ranks and runs. A missing file is written. None: list the folder.
             num_connections: Maximum number of requests in flight per process.
             timeout: Timeout, in seconds, for the server's answer to a request.
             num_retries: Maximum number of retries of a request after resets, timeouts, HTTP 5xx or short bodies.
@@ -208,7 +202,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         self._decoder: Decoder = decoder
         self._on_error = on_error
         self._source = _Source(bucket, access)
-        self._index = self._listed(prefix, index, nested=nested)
+        listing = self._source.here.bucket.listing(f"{prefix}/" if prefix else "")
+        self._index = ImageIndex.of(listing, bucket, prefix, nested=nested)
         self.all_files = [listed.key for listed in self._index.files]
         self.classes = self._index.classes
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
@@ -265,23 +260,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 "the log has the reason for each. Mend these pictures, or leave them out of the data set"
             )
         return items
-
-    def _listed(self, prefix: str, path: str | os.PathLike[str] | None, *, nested: bool) -> ImageIndex:
-        name = self._source.name
-        if path is not None and Path(path).exists():
-            found = ImageIndex.load(path)
-            wanted = (name, f"{prefix}/" if prefix else "", nested)
-            if (found.bucket, found.prefix, found.nested) != wanted:
-                raise ValueError(
-                    f"index={os.fspath(path)!r} lists s3://{found.bucket}/{found.prefix} (nested={found.nested}), not "
-                    f"s3://{name}/{wanted[1]} (nested={nested}): name another file, or delete this one"
-                )
-            return found
-        listing = self._source.here.bucket.listing(f"{prefix}/" if prefix else "")
-        index = ImageIndex.of(listing, name, prefix, nested=nested)
-        if path is not None:
-            index.save(path)
-        return index
 
     def _fetch(self, index: int) -> bytes:
         return self._source.here.bucket.read(self._index.files[index])
@@ -371,8 +349,6 @@ IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".t
 @dataclass(frozen=True, kw_only=True)
 class ImageIndex:
     bucket: str
-    prefix: str
-    nested: bool
     files: Sequence[Listed]
     classes: list[str]
     targets: list[int]
@@ -401,18 +377,7 @@ class ImageIndex:
         classes = sorted(set(names))
         places = {name: place for place, name in enumerate(classes)}
         targets = [places[name] for name in names]
-        return cls(bucket=bucket, prefix=folder, nested=nested, files=files, classes=classes, targets=targets)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file whole. Other ranks may read or write it at the same time."""
-        target = Path(path)
-        with replacing(target, target.with_name(f".{target.name}-{uuid.uuid4().hex}")) as unfinished:
-            unfinished.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ImageIndex:
-        content = json.loads(Path(path).read_text())
-        return cls(**{**content, "files": [Listed(*file) for file in content["files"]]})
+        return cls(bucket=bucket, files=files, classes=classes, targets=targets)
 
 
 def _kind(key: str, folder: str) -> str:
