@@ -23,9 +23,8 @@ from flytekitplugins.daskpytorch.settings import Gang, Keep
 @dataclass(frozen=True, kw_only=True)
 class Request:
     name: str
-    call: bytes | None
-    """The pickled call. Empty if `large` has the call. None: the gang stays, with `calls`."""
-    large: SharedMemory | None = field(default=None, repr=False)
+    call: bytes | SharedMemory | None
+    """The pickled call. None: the gang stays, with `calls`."""
     ranks_per_worker: int
     num_gpus: int = 0
     settings: Gang
@@ -68,10 +67,9 @@ def request_for(
     code: Code | None = None,
     execution: Execution | None = None,
 ) -> Request:
-    call, memory = packed(function, args, kwargs)
+    call = packed(function, args, kwargs)
     request = replace(
         _request(settings, execution or current_execution(), name=name_of(function), call=call),
-        large=memory,
         pass_local_rank=pass_local_rank,
         code=code,
         script=function if isinstance(function, Script) else None,
@@ -84,7 +82,7 @@ def request_for_calls(settings: Gang) -> Request:
     return _request(settings, current_execution(), name="gang", call=None)
 
 
-def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | None) -> Request:
+def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | SharedMemory | None) -> Request:
     in_ranks = execution.in_ranks()
     return Request(
         name=name,
@@ -97,15 +95,12 @@ def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | N
     )
 
 
-def packed(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[bytes, SharedMemory | None]:
+def packed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | SharedMemory:
     data = pack_call(function, args, kwargs)
-    if len(data) < LARGE:
-        return data, None
-    with contextlib.suppress(OSError):  # no file or no memory is left
-        return b"", SharedMemory(data)
-    return data, None
+    if len(data) >= LARGE:
+        with contextlib.suppress(OSError):  # no file or no memory is left
+            return SharedMemory(data)
+    return data
 
 
 def packed_check(settings: Gang) -> bytes | None:

@@ -37,6 +37,7 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observers
+from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,8 @@ class Supervisor:
                 if claim is not None:
                     claim.on_loss = functools.partial(self._give_up, committer)
                 for request in (self._request, self._request.evaluation):
-                    if request is not None and request.large is not None and request.start is None:
-                        stack.callback(request.large.close)
+                    if request is not None and isinstance(request.call, SharedMemory) and request.start is None:
+                        stack.callback(request.call.close)
                 self._gang = gang = self._listen(committer, folder, stack)
                 stack.callback(gang.checkpoints.tell_kept)  # after the last write to storage and `evaluator.end`
                 stack.callback(gang.evaluator.end)
@@ -237,14 +238,14 @@ class Supervisor:
         return gang
 
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
-        call = self._staying.current if self._staying is not None else self._request
-        large = call.large.address if call is not None and call.large is not None else None
+        caller = self._staying.current if self._staying is not None else self._request
+        call = caller.call if caller is not None else None
         if isinstance(request, messages.Upload):
             connection.send(vault.receive(connection, request.file))
             return
         path = vault.lent / Path(request.name).name
-        if large is not None and request.name == large.name:
-            path = large.path
+        if isinstance(call, SharedMemory) and request.name == call.address.name:
+            path = call.address.path
         is_there = path.exists()
         connection.send(None if is_there else f"the driver has no file {request.name}")
         if is_there:

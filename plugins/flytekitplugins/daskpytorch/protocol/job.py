@@ -29,9 +29,8 @@ class Job:
     gang: str
     attempt: int
     num_after_memory: int = 0
-    call: bytes | None
-    """Empty if `large` has the call, None if the ranks stay and get calls."""
-    large: Address | None = None
+    call: bytes | Address | None
+    """None if the ranks stay and get calls."""
     pass_local_rank: bool = False
     backend: str
     store: tuple[str, int] | None = None

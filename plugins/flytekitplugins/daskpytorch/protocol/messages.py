@@ -25,9 +25,7 @@ from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, S
 @dataclass(frozen=True, kw_only=True)
 class NextCall:
     number: int
-    call: bytes = field(repr=False)
-    """Empty if `large` has the call."""
-    large: Address | None = None
+    call: bytes | Address = field(repr=False)
     keeps: bool = False
     """The rank keeps the return value under the call's number, instead of sending it."""
 

@@ -60,6 +60,10 @@ class SharedMemory:
         return Address(self._name, os.getpid(), self._file.fileno(), self._size)
 
 
+def address_of(call: bytes | SharedMemory) -> bytes | Address:
+    return call.address if isinstance(call, SharedMemory) else call
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A value's pieces arrive in order."""

@@ -55,7 +55,7 @@ class Server:
         self._link.progress.step = None
         value, failure = None, None
         try:
-            with self._link.opened(order.call, order.large) as data:
+            with self._link.opened(order.call) as data:
                 call = _unpacked(data, self._present)
             returned = completed(call)
             _wait_for_gpu()

@@ -199,12 +199,12 @@ class GangLink(Link):
 
     # ---- questions, and their answers
 
-    def opened(self, call: bytes | None, large: Address | None) -> IO[bytes]:
+    def opened(self, call: bytes | Address) -> IO[bytes]:
         """Return a file of the pickled call. OSError: the transfer of a large one has failed."""
-        if large is None:
-            return io.BytesIO(call or b"")
+        if isinstance(call, bytes):
+            return io.BytesIO(call)
         try:
-            return self._transfers.arguments(large).open("rb")
+            return self._transfers.arguments(call).open("rb")
         except (OSError, EOFError) as error:
             raise OSError(
                 f"the function's large arguments did not arrive on this node: {type(error).__name__}: {error}. If the "

@@ -156,7 +156,7 @@ def _unpack(order: RankOrder, link: GangLink, session: Session, prompt: debugger
             explained = functools.partial(_explained, order, link, prompt)
             session.server = Server(link, session.rank.stop_signal, explained)
             return functools.partial(session.server.serve)
-        with link.opened(order.job.call, order.job.large) as data:
+        with link.opened(order.job.call) as data:
             return unpack_call(data)
     finally:  # observers also see a call fail whose modules cannot be imported
         if order.place.rank == 0:

@@ -9,16 +9,14 @@ import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flytekitplugins.daskpytorch.checks import direction_of
-from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import EarlyStopping
-
-MAX_NAMES = 20
 
 
 class Rungs:
@@ -75,14 +73,13 @@ class Rungs:
 
 
 @dataclass(eq=False)
-class Judge(View):
+class Judge(Observer):
     _rungs: Rungs
     _index: int
     _say: Callable[[str], None]
     _before: Sequence[LogRecord]
     _last_epoch: int = -1
     _is_stopped: bool = False
-    state: RunState = field(default_factory=RunState)
 
     def on_event(self, event: journal.Event) -> None:
         if isinstance(event, journal.Resumed):
@@ -112,10 +109,9 @@ class Judge(View):
     def on_end(self, error: Exception | None) -> None:
         if error is not None or not self._rungs.claim_notice():
             return
-        names = ", ".join(sorted(self.state.values.metrics)[:MAX_NAMES]) or "nothing"
         self._say(
             f"early stopping: no record so far had both 'epoch' and {self._rungs.settings.metric!r} as numbers, so no "
-            f"model can be stopped; logged were: {names}. Log both in one record at the end of each epoch"
+            "model can be stopped. Log both in one record at the end of each epoch"
         )
 
     def _falls_behind(self, record: LogRecord) -> bool:

@@ -182,7 +182,7 @@ class StayingGang:
             raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
         check_function(function)
         check_arguments(function, *args, **kwargs)
-        call, large = packed(function, args, kwargs)
+        call = packed(function, args, kwargs)
         number, calls = next(_numbers), self._calls
         keep = self, function, args, kwargs
         cancel = functools.partial(calls.cancel, number)
@@ -191,7 +191,6 @@ class StayingGang:
             number=number,
             name=name_of(function),
             call=call,
-            large=large,
             keeps=keeps,
             log=futures.log,
             settle=futures.settle,

@@ -19,6 +19,7 @@ from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.messages import CallEnded, Forget, Question, Tell
+from flytekitplugins.daskpytorch.protocol.payload import SharedMemory, address_of
 from flytekitplugins.daskpytorch.records import LogRecord
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.attempt import Answers, Attempt
     from flytekitplugins.daskpytorch.driver.state import GangState
     from flytekitplugins.daskpytorch.protocol.failure import Recalled
-    from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,7 @@ class Outcome:
 class StayingCall:
     number: int
     name: str
-    call: bytes
-    large: SharedMemory | None = None
+    call: bytes | SharedMemory
     keeps: bool = False
     log: Callable[[LogRecord], object]
     settle: Callable[[Outcome], object]
@@ -160,9 +159,7 @@ class Calls(Part):
         attempt.at_rest.clear()
         attempt.steps.clear()  # an asynchronous save reports after its call's end, too
         attempt.excuse()
-        address = call.large.address if call.large is not None else None
-        following = messages.NextCall(number=call.number, call=call.call, large=address, keeps=call.keeps)
-        attempt.tell(Tell(following))
+        attempt.tell(Tell(messages.NextCall(number=call.number, call=address_of(call.call), keeps=call.keeps)))
         self._state.observers.tell(journal.Calling(name=call.name))
 
     def _end(self, call: StayingCall, attempt: Attempt) -> None:
