@@ -1,14 +1,13 @@
-"""Large arguments, results and return values: in memory or pieces, all come out as they went in."""
+"""Large arguments, results and return values: all come out as they went in."""
 
+import io
 import os
 import pickle
 import string
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,35 +18,26 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flytekitplugins.daskpytorch.driver import request
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-from flytekitplugins.daskpytorch.protocol.function import unpack_call
-from flytekitplugins.daskpytorch.protocol.payload import LARGE, PIECE_SIZE, Piece, PieceWriter, SharedMemory
+from flytekitplugins.daskpytorch.protocol.function import pack_call, unpack_call
+from flytekitplugins.daskpytorch.protocol.payload import LARGE, PIECE_SIZE, Piece, PieceWriter
 from flytekitplugins.daskpytorch.rank.link import dump_returned, unwrapped
 from gangs import pieces_of
 
-# ---- A call's arguments in shared memory
+# ---- A call's arguments
 
 
 def take(*args: object, **kwargs: object) -> None:
     """What is called."""
 
 
-def packed(*args: object, **kwargs: object) -> SharedMemory:
-    memory = request.packed(take, args, kwargs)
-    assert isinstance(memory, SharedMemory)
-    return memory
-
-
-def unpacked(memory: SharedMemory) -> partial[Any]:
-    with memory.address.path.open("rb") as file:
-        return unpack_call(file)
+def arrived(*args: object, **kwargs: object) -> partial[Any]:
+    return unpack_call(io.BytesIO(pack_call(take, args, kwargs)))
 
 
 def test_arrays_and_tensors_come_out_as_they_went_in() -> None:
     array, tensor = np.arange(LARGE, dtype=np.int16), torch.arange(LARGE, dtype=torch.uint8)
-    memory = packed(array, columns=np.asfortranarray(array.reshape(2, -1)), tensors=[tensor, tensor[5:]])
-    call = unpacked(memory)
+    call = arrived(array, columns=np.asfortranarray(array.reshape(2, -1)), tensors=[tensor, tensor[5:]])
     assert np.array_equal(call.args[0], array)
     assert np.array_equal(call.keywords["columns"], array.reshape(2, -1))
     whole, part = call.keywords["tensors"]
@@ -59,27 +49,12 @@ def test_arrays_and_tensors_come_out_as_they_went_in() -> None:
 def test_an_array_that_may_not_be_written_to_may_not_there() -> None:
     array = np.zeros(LARGE, dtype=np.uint8)
     array.flags.writeable = False
-    [argument] = unpacked(packed(array)).args
+    [argument] = arrived(array).args
     assert not argument.flags.writeable
 
 
-def test_a_small_call_needs_no_file_and_its_tensors_can_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=AssertionError("a small call needs no file")))
-    data = request.packed(take, (np.ones(3), torch.ones(3), "text"), {})
-    assert isinstance(data, bytes)
-    call = unpack_call(data)
-    assert call.args[1].resize_(5).shape == (5,)
-
-
-def test_a_large_call_is_found_by_its_name_alone_and_goes_with_its_keeper() -> None:
-    memory = SharedMemory(b"data")
-    address = memory.address
-    assert address.is_here
-    assert not replace(address, name="another").is_here
-    assert not replace(address, pid=os.getppid()).is_here
-    assert (address.path.read_bytes(), address.size) == (b"data", 4)
-    memory.close()
-    assert not address.is_here
+def test_a_small_tensor_can_grow() -> None:
+    assert arrived(torch.ones(3)).args[0].resize_(5).shape == (5,)
 
 
 # ---- Return values

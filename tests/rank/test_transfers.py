@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.payload import Address
+from flytekitplugins.daskpytorch.protocol.payload import CALL, LargeCall
 from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN, Transfers
 from flytekitplugins.daskpytorch.settings import Keep
 from gangs import order_for
@@ -126,12 +126,12 @@ def test_a_nodes_ranks_download_a_checkpoint_once_and_again_if_it_was_damaged(
 def test_arguments_come_once_a_node_and_those_of_the_call_before_go(
     driver: Driver, ranks: list[Transfers], tmp_path: Path
 ) -> None:
-    calls = [Address(f"call-{number}", 1, 0, len(ARGUMENTS)) for number in range(2)]
+    calls = [LargeCall(number, len(ARGUMENTS)) for number in range(2)]
     for call in calls:
         for rank in ranks:
             assert rank.arguments(call).read_bytes() == ARGUMENTS
-    assert driver.requests == [messages.Download(call.name) for call in calls]
-    assert [name for name in names(tmp_path / "node") if "call" in name] == ["arguments-call-1"]
+    assert driver.requests == [messages.Download(CALL)] * 2
+    assert [name for name in names(tmp_path / "node") if "arguments" in name] == ["arguments-1"]
 
 
 def test_what_a_killed_rank_has_left_unfinished_goes(ranks: list[Transfers], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Runs in the driver. Example: `first, *others = dispatch.run(client, train, epoch
 
     protocol/function    what to call: the function and its arguments, checked ─▶ in debug mode, `task/debug` calls it
     dask/agents          where it runs: the workers for agents, or this node (`node/agent`)
-    driver/request       what travels: the pickled call, large arguments in shared memory
+    driver/request       what travels: the pickled call
     task/run             where it is kept: the gang's key and folders; who watches: display, page, records
     driver/supervisor    start: agents, and the project's sources to them (`protocol/code`)
 """

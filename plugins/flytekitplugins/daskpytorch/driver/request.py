@@ -15,7 +15,6 @@ from flytekitplugins.daskpytorch.protocol.function import arguments_of, check_fu
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.protocol.payload import LARGE, SharedMemory
 from flytekitplugins.daskpytorch.protocol.script import Script
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 
@@ -23,7 +22,7 @@ from flytekitplugins.daskpytorch.settings import Gang, Keep
 @dataclass(frozen=True, kw_only=True)
 class Request:
     name: str
-    call: bytes | SharedMemory | None
+    call: bytes | None
     """The pickled call. None: the gang stays, with `calls`."""
     ranks_per_worker: int
     num_gpus: int = 0
@@ -67,7 +66,7 @@ def request_for(
     code: Code | None = None,
     execution: Execution | None = None,
 ) -> Request:
-    call = packed(function, args, kwargs)
+    call = pack_call(function, args, kwargs)
     request = replace(
         _request(settings, execution or current_execution(), name=name_of(function), call=call),
         pass_local_rank=pass_local_rank,
@@ -82,7 +81,7 @@ def request_for_calls(settings: Gang) -> Request:
     return _request(settings, current_execution(), name="gang", call=None)
 
 
-def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | SharedMemory | None) -> Request:
+def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | None) -> Request:
     in_ranks = execution.in_ranks()
     return Request(
         name=name,
@@ -93,14 +92,6 @@ def _request(settings: Gang, execution: Execution, *, name: str, call: bytes | S
         gpu_check=packed_check(settings),
         observers=[make() for make in settings.observers],
     )
-
-
-def packed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | SharedMemory:
-    data = pack_call(function, args, kwargs)
-    if len(data) >= LARGE:
-        with contextlib.suppress(OSError):  # no file or no memory is left
-            return SharedMemory(data)
-    return data
 
 
 def packed_check(settings: Gang) -> bytes | None:

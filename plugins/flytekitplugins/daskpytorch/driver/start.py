@@ -10,7 +10,7 @@ from flytekitplugins.daskpytorch.protocol import journal, placement
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.job import Job, log_folder
 from flytekitplugins.daskpytorch.protocol.messages import Start
-from flytekitplugins.daskpytorch.protocol.payload import address_of
+from flytekitplugins.daskpytorch.protocol.payload import in_order
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 
@@ -51,7 +51,7 @@ def _job(state: GangState, number: int, backend: str, store: tuple[str, int] | N
         gang=state.id,
         attempt=number,
         num_after_memory=state.num_after_memory,
-        call=address_of(request.call) if request.call is not None else None,
+        call=in_order(request.call) if request.call is not None else None,
         pass_local_rank=request.pass_local_rank,
         backend=backend,
         store=store,

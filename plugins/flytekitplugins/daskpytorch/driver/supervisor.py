@@ -37,7 +37,7 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.payload import SharedMemory
+from flytekitplugins.daskpytorch.protocol.payload import CALL
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,6 @@ class Supervisor:
                 stack.callback(committer.close)
                 if claim is not None:
                     claim.on_loss = functools.partial(self._give_up, committer)
-                for request in (self._request, self._request.evaluation):
-                    if request is not None and isinstance(request.call, SharedMemory) and request.start is None:
-                        stack.callback(request.call.close)
                 self._gang = gang = self._listen(committer, folder, stack)
                 stack.callback(gang.checkpoints.tell_kept)  # after the last write to storage and `evaluator.end`
                 stack.callback(gang.evaluator.end)
@@ -238,14 +235,15 @@ class Supervisor:
         return gang
 
     def _serve_file(self, vault: Vault, connection: Connection, request: Transfer) -> None:
-        caller = self._staying.current if self._staying is not None else self._request
-        call = caller.call if caller is not None else None
         if isinstance(request, messages.Upload):
             connection.send(vault.receive(connection, request.file))
             return
+        caller = self._staying.current if self._staying is not None else self._request
+        if request.name == CALL and caller is not None and caller.call is not None:
+            connection.send(None)
+            connection.send_raw(caller.call)
+            return
         path = vault.lent / Path(request.name).name
-        if isinstance(call, SharedMemory) and request.name == call.address.name:
-            path = call.address.path
         is_there = path.exists()
         connection.send(None if is_there else f"the driver has no file {request.name}")
         if is_there:

@@ -97,6 +97,10 @@ class Connection:
                 num_sent += count
                 moved()
 
+    def send_raw(self, data: bytes) -> None:
+        with self._lock:
+            self._sock.sendall(data)
+
     def read(self, size: int) -> bytes:
         data = self._sock.recv(size)
         self.heard_at = time.monotonic()

@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
-from flytekitplugins.daskpytorch.protocol.payload import Address
+from flytekitplugins.daskpytorch.protocol.payload import LargeCall
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
@@ -29,7 +29,7 @@ class Job:
     gang: str
     attempt: int
     num_after_memory: int = 0
-    call: bytes | Address | None
+    call: bytes | LargeCall | None
     """None if the ranks stay and get calls."""
     pass_local_rank: bool = False
     backend: str

@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Wr
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.payload import Address, Piece
+from flytekitplugins.daskpytorch.protocol.payload import LargeCall, Piece
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 
@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, S
 @dataclass(frozen=True, kw_only=True)
 class NextCall:
     number: int
-    call: bytes | Address = field(repr=False)
+    call: bytes | LargeCall = field(repr=False)
     keeps: bool = False
     """The rank keeps the return value under the call's number, instead of sending it."""
 
@@ -309,4 +309,4 @@ class Download:
     """The driver then sends None and the file's bytes, or the reason of a refusal."""
 
     name: str
-    """Name of a lent checkpoint's file, or of a call's large arguments (`Address.name`)."""
+    """Name of a lent checkpoint's file, or `payload.CALL`."""

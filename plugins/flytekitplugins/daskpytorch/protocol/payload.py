@@ -1,67 +1,35 @@
 """Large calls, return values and submitted files, on their way between the driver and the ranks.
 
-A large call is anonymous memory (`memfd_create`) of the driver, the keeper. Ranks on the driver's machine read the call
-through `/proc/PID/fd`.
+The first rank of a node that needs a large call downloads it to the agent's folder (`rank.transfers`).
 
 Large return values and submitted files travel in pieces, which the driver writes to files.
 """
 
 from __future__ import annotations
 
-import os
 import uuid
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 PIECE_SIZE = 1 << 20
 """Bytes. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
 SMALL_SIZE = 1 << 16
 LARGE = 1 << 20
-"""Bytes from which a pickled call is kept in shared memory."""
+"""Bytes from which ranks download a pickled call."""
+CALL = "call"
+"""Name by which ranks ask for the call."""
 
 
 @dataclass(frozen=True)
-class Address:
-    """Address of shared memory, valid while its keeper (the process that made the memory) lives."""
+class LargeCall:
+    """Stands for a pickled call in orders."""
 
-    name: str
-    pid: int
-    descriptor: int
+    number: int
     size: int
 
-    @property
-    def path(self) -> Path:
-        """Valid on the keeper's machine for the same user."""
-        return Path(f"/proc/{self.pid}/fd/{self.descriptor}")
 
-    @property
-    def is_here(self) -> bool:
-        """True on the keeper's machine. Elsewhere, the process ID may belong to another process."""
-        try:
-            return str(self.path.readlink()).startswith(f"/memfd:{self.name} ")
-        except OSError:
-            return False
-
-
-class SharedMemory:
-    """Keeps a large call for other processes. Raises OSError without memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self._name = f"daskpytorch-{uuid.uuid4().hex}"
-        self._file = os.fdopen(os.memfd_create(self._name), "wb")
-        self._size = self._file.write(data)
-        self._file.flush()
-        self.close = weakref.finalize(self, self._file.close)
-
-    @property
-    def address(self) -> Address:
-        return Address(self._name, os.getpid(), self._file.fileno(), self._size)
-
-
-def address_of(call: bytes | SharedMemory) -> bytes | Address:
-    return call.address if isinstance(call, SharedMemory) else call
+def in_order(call: bytes, number: int = 0) -> bytes | LargeCall:
+    return LargeCall(number, len(call)) if len(call) >= LARGE else call
 
 
 @dataclass(frozen=True, kw_only=True)

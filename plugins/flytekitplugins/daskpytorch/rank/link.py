@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.protocol import messages, payload, pickling
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.observer import RankObservers
-from flytekitplugins.daskpytorch.protocol.payload import Address
+from flytekitplugins.daskpytorch.protocol.payload import LargeCall
 from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage, sharded_classes
 from flytekitplugins.daskpytorch.rank.transfers import Transfers
 from flytekitplugins.daskpytorch.rank.usage import Ledger
@@ -199,7 +199,7 @@ class GangLink(Link):
 
     # ---- questions, and their answers
 
-    def opened(self, call: bytes | Address) -> IO[bytes]:
+    def opened(self, call: bytes | LargeCall) -> IO[bytes]:
         """Return a file of the pickled call. OSError: the transfer of a large one has failed."""
         if isinstance(call, bytes):
             return io.BytesIO(call)

@@ -1,8 +1,9 @@
 """Files between the driver and the ranks of a node: whole checkpoints, and a call's large arguments. Runs in ranks.
 
-on the driver's machine    ranks write and read in the driver's folder, and the arguments in its memory
-elsewhere                  rank 0 uploads a checkpoint; the first rank that needs a file downloads it to the agent's
-                           folder, where the node's other ranks find it
+on the driver's machine    ranks write and read checkpoints in the driver's folder
+elsewhere                  rank 0 uploads a checkpoint
+
+The first rank that needs another file downloads it to the agent's folder, where the node's other ranks find it.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection, dial
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.protocol.payload import Address
+from flytekitplugins.daskpytorch.protocol.payload import CALL, LargeCall
 
 MAX_RETRIES = 2
 """Retries of an upload after a broken connection."""
@@ -71,16 +72,14 @@ class Transfers:
                 self._download(file.name, path, file.size, f"the checkpoint of step {file.step}", file.digest)
         return path
 
-    def arguments(self, address: Address) -> Path:
+    def arguments(self, call: LargeCall) -> Path:
         """Return the path of a large call. OSError or EOFError: none came."""
-        if address.is_here:
-            return address.path
-        path = self._scratch / f"{ARGUMENTS}{address.name}"
+        path = self._scratch / f"{ARGUMENTS}{call.number}"
         with self._once_a_node():
             if not path.exists():
                 for old in self._scratch.glob(f"{ARGUMENTS}*"):  # an ended call's
                     old.unlink(missing_ok=True)
-                self._download(address.name, path, address.size, "the call's large arguments")
+                self._download(CALL, path, call.size, "the call's large arguments")
         return path
 
     def _upload(self, file: CheckpointEntry) -> None:

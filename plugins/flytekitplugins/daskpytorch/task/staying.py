@@ -17,12 +17,17 @@ from typing import TYPE_CHECKING, Any, Self
 from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
 from flytekitplugins.daskpytorch.driver.futures import TURN, GangFutures, refuse_wait_in
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
-from flytekitplugins.daskpytorch.driver.request import packed
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.signals import deferred
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import pack_code
-from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, kept_value, name_of
+from flytekitplugins.daskpytorch.protocol.function import (
+    check_arguments,
+    check_function,
+    kept_value,
+    name_of,
+    pack_call,
+)
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 
@@ -182,7 +187,7 @@ class StayingGang:
             raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
         check_function(function)
         check_arguments(function, *args, **kwargs)
-        call = packed(function, args, kwargs)
+        call = pack_call(function, args, kwargs)
         number, calls = next(_numbers), self._calls
         keep = self, function, args, kwargs
         cancel = functools.partial(calls.cancel, number)

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.messages import CallEnded, Forget, Question, Tell
-from flytekitplugins.daskpytorch.protocol.payload import SharedMemory, address_of
+from flytekitplugins.daskpytorch.protocol.payload import in_order
 from flytekitplugins.daskpytorch.records import LogRecord
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Outcome:
 class StayingCall:
     number: int
     name: str
-    call: bytes | SharedMemory
+    call: bytes
     keeps: bool = False
     log: Callable[[LogRecord], object]
     settle: Callable[[Outcome], object]
@@ -159,7 +159,8 @@ class Calls(Part):
         attempt.at_rest.clear()
         attempt.steps.clear()  # an asynchronous save reports after its call's end, too
         attempt.excuse()
-        attempt.tell(Tell(messages.NextCall(number=call.number, call=address_of(call.call), keeps=call.keeps)))
+        sent = in_order(call.call, call.number)
+        attempt.tell(Tell(messages.NextCall(number=call.number, call=sent, keeps=call.keeps)))
         self._state.observers.tell(journal.Calling(name=call.name))
 
     def _end(self, call: StayingCall, attempt: Attempt) -> None:
