@@ -22,7 +22,7 @@ from flytekitplugins.daskpytorch.driver.futures import GangFuture
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
-from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE
+from flytekitplugins.daskpytorch.protocol.messages import PIECE_SIZE
 from flytekitplugins.daskpytorch.results import DaskResultsHandler, ResultPathError, TaskResults
 from gangs import pieces_of
 from processes import files, until

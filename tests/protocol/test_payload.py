@@ -1,11 +1,9 @@
 """Large arguments, results and return values: all come out as they went in."""
 
-import io
 import os
 import pickle
 import string
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,41 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.protocol.function import pack_call, unpack_call
-from flytekitplugins.daskpytorch.protocol.payload import LARGE, PIECE_SIZE, Piece, PieceWriter
+from flytekitplugins.daskpytorch.protocol.job import LARGE
+from flytekitplugins.daskpytorch.protocol.messages import PIECE_SIZE, Piece, PieceWriter
 from flytekitplugins.daskpytorch.rank.link import dump_returned, unwrapped
 from gangs import pieces_of
 
 # ---- A call's arguments
 
 
-def take(*args: object, **kwargs: object) -> None:
-    """What is called."""
-
-
-def arrived(*args: object, **kwargs: object) -> partial[Any]:
-    return unpack_call(io.BytesIO(pack_call(take, args, kwargs)))
-
-
-def test_arrays_and_tensors_come_out_as_they_went_in() -> None:
-    array, tensor = np.arange(LARGE, dtype=np.int16), torch.arange(LARGE, dtype=torch.uint8)
-    call = arrived(array, columns=np.asfortranarray(array.reshape(2, -1)), tensors=[tensor, tensor[5:]])
-    assert np.array_equal(call.args[0], array)
-    assert np.array_equal(call.keywords["columns"], array.reshape(2, -1))
-    whole, part = call.keywords["tensors"]
-    assert torch.equal(whole, tensor)
-    part[0] = 77
-    assert whole[5] == 77  # they share their memory, as they did
-
-
-def test_an_array_that_may_not_be_written_to_may_not_there() -> None:
-    array = np.zeros(LARGE, dtype=np.uint8)
-    array.flags.writeable = False
-    [argument] = arrived(array).args
-    assert not argument.flags.writeable
-
-
 def test_a_small_tensor_can_grow() -> None:
-    assert arrived(torch.ones(3)).args[0].resize_(5).shape == (5,)
+    assert unpack_call(pack_call(print, (torch.ones(3),), {})).args[0].resize_(5).shape == (5,)
 
 
 # ---- Return values

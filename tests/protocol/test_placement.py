@@ -11,7 +11,6 @@ from flytekitplugins.daskpytorch.protocol.placement import (
     leave_out,
     one_per_gpu,
     place_ranks,
-    title_of,
     worker_order,
 )
 
@@ -33,22 +32,6 @@ def node(
 
 def flat(places: list[list[Place]]) -> list[Place]:
     return [place for here in places for place in here]
-
-
-@pytest.mark.parametrize(
-    ("worker", "host", "title"),
-    [
-        (
-            "tcp://10.0.0.9:4000",
-            "f3a-n0-0-default-worker-8c1f-x2b",
-            "f3a-n0-0-default-worker-8c1f-x2b (tcp://10.0.0.9:4000)",
-        ),
-        ("local worker 2", "laptop", "local worker 2"),
-        ("laptop", "laptop", "laptop"),
-    ],
-)
-def test_a_worker_is_named_by_its_pod_before_its_address(worker: str, host: str, title: str) -> None:
-    assert title_of(worker, host) == title
 
 
 @pytest.mark.parametrize(
@@ -115,6 +98,7 @@ def test_a_rank_sees_its_own_gpu_or_all_of_its_workers() -> None:
     assert [place.device_index for place in flat(place_ranks([alone], 2))] == [0, 0]
     assert seen([alone], 2) == [("0123", 0), ("0123", 1)]
     assert seen([alone], 1) == [("0123", 0)]
+    assert seen([node("a", gpus=("0", "1"))], 3) == [("01", 0), ("01", 1), ("01", 0)]
     assert seen([node("a")], 2) == [("", None)] * 2
 
 
@@ -127,10 +111,6 @@ def test_of_all_gpus_a_rank_sees_none_of_another_workers() -> None:
     ]
     rotated = [node("a", host="h", gpus=("0", "1")), node("b", host="h", gpus=("1", "0"))]
     assert seen(rotated, 1) == [("0", 0), ("1", 0)]
-
-
-def test_ranks_that_share_a_gpu_see_it_at_the_same_place() -> None:
-    assert seen([node("a", gpus=("0", "1"))], 3) == [("01", 0), ("01", 1), ("01", 0)]
 
 
 def test_cores_are_shared_by_all_ranks_of_a_host() -> None:

@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
 
 class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        return reduce_storage(obj) or super().reducer_override(obj)
+        return reduce_storage(obj, 0) or super().reducer_override(obj)
 
 
 def through(value: Any) -> Any:
@@ -62,15 +62,3 @@ def test_tensors_that_share_memory_share_it_afterwards_and_it_travels_once() -> 
     got = pickle.loads(file.getvalue())
     got[0][10] = 7
     assert (got[1][0], got[2][0, 10]) == (7, 7)
-
-
-def test_large_memory_is_written_from_where_it_lies() -> None:
-    sent, places = torch.zeros(1 << 20), []
-
-    class File:
-        def write(self, data: Any) -> int:
-            places.append(torch.frombuffer(data, dtype=torch.uint8).data_ptr() if len(memoryview(data)) > 9999 else 0)
-            return len(memoryview(data))
-
-    Pickler(File(), protocol=5).dump(sent)
-    assert sent.data_ptr() in places

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.payload import CALL, LargeCall
+from flytekitplugins.daskpytorch.protocol.job import LargeCall
 from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN, Transfers
 from flytekitplugins.daskpytorch.settings import Keep
 from gangs import order_for
@@ -130,7 +130,7 @@ def test_arguments_come_once_a_node_and_those_of_the_call_before_go(
     for call in calls:
         for rank in ranks:
             assert rank.arguments(call).read_bytes() == ARGUMENTS
-    assert driver.requests == [messages.Download(CALL)] * 2
+    assert driver.requests == [messages.Download(messages.CALL)] * 2
     assert [name for name in names(tmp_path / "node") if "arguments" in name] == ["arguments-1"]
 
 

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from distributed import Client, Event, LocalCluster, Lock, Variable
+from distributed import Client, LocalCluster
 
-from flytekitplugins.daskpytorch import current_rank, dispatch
+from flytekitplugins.daskpytorch import dispatch
 from flytekitplugins.daskpytorch.node import fork_client
 
 pytestmark = pytest.mark.usefixtures("cold_fork_servers")
@@ -24,24 +24,6 @@ def client() -> Iterator[Client]:
         patch.setattr(fork_client, "_imported_ahead", [])  # nothing of Dask
         yield connected
     fork_client.shutdown()
-
-
-def count(scheduler: str) -> bool:
-    """Add one, each rank after the other, and wait until all have."""
-    with Client(scheduler), Lock("lock"):
-        variable = Variable("number")
-        variable.set(variable.get() + 1)
-        if variable.get() == current_rank().world_size:
-            Event("done").set()
-    with Client(scheduler):
-        return bool(Event("done").wait("60s"))
-
-
-def test_locks_variables_and_events_are_the_clusters_by_a_client_of_the_users(client: Client) -> None:
-    with client.as_current():
-        (number := Variable("number")).set(0)
-        assert dispatch.run(client, count, client.scheduler.address).result() == [True, True]
-        assert number.get() == 2
 
 
 def speak() -> None:

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.payload import LARGE
+from flytekitplugins.daskpytorch.protocol.job import LARGE
 
 
 def add_up(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> tuple[int, int, list[int]]:

@@ -130,15 +130,6 @@ def read_numbers(partitions: data.DaskPartitions) -> dict[int, int]:
     return {number: partition[999] for number, partition in read(partitions).items()}
 
 
-def test_what_lies_on_one_worker_goes_straight_to_all_ranks(client: Client) -> None:
-    first, before = addresses(client)[0], sent(client)
-    partitions = made_by_dask(client, 12, [first])
-    results = dispatch.run(client, read_numbers, data.DaskPartitions(client, partitions), gang=ONCE).result()
-    assert [len(result) for result in results] == [4, 4, 4]
-    assert {number: content for result in results for number, content in result.items()} == {i: i for i in range(12)}
-    assert sent(client) - before == {first: 12}
-
-
 def test_a_loader_process_reads_a_bag_that_nobody_else_keeps(client: Client) -> None:
     names = [f"Name {number} " for number in range(60)]
     bag = from_sequence(names, npartitions=6).map(str.strip).map(str.lower)

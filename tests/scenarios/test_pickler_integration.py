@@ -135,14 +135,17 @@ if __name__ == "__main__":
 INTERPRETER = (
     HEAD
     + """
+import torch
+
 ENVIRONMENT, ROOT, INPUT, write = os.environ, logging.root, sys.stdin, sys.stdout.write
 
 
 class Settings:
-    environment = os.environ
+    environment, classes = os.environ, "abc"
 
 
 def check(given=os.environ):
+    assert torch.tensor(len(Settings.classes)).item() == 3  # there is a torch.classes, of a type of its own
     assert environ is ENVIRONMENT is given is Settings.environment is os.environ
     assert environ["RANK"] == str(current_rank().rank)
     assert stdout is sys.stdout and ROOT is logging.root and INPUT is sys.stdin

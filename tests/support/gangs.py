@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import Sharding
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder
-from flytekitplugins.daskpytorch.protocol.payload import Piece, PieceWriter
+from flytekitplugins.daskpytorch.protocol.messages import Piece, PieceWriter
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.records import LogRecord
 from processes import nothing_left_behind

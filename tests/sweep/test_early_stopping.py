@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import threading
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any
@@ -168,25 +167,6 @@ def test_the_error_says_who_when_at_what_and_why_and_survives_a_journey() -> Non
     )
     back = pickle.loads(pickle.dumps(error))
     assert (back.epoch, back.metric, back.value, str(back)) == (1, "loss", 0.5, str(error))
-
-
-def test_many_threads_at_once() -> None:
-    models = Models(EarlyStopping(metric="loss", reduction_factor=3), num_models=12)
-    trained = [0] * 12
-
-    def train(model: int) -> None:
-        for epoch in range(1, 82):
-            trained[model] = epoch
-            if not models.log(model, epoch=epoch, loss=float(model)):
-                return
-
-    threads = [threading.Thread(target=train, args=(model,)) for model in reversed(range(12))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert trained[0] == 81
-    assert set(trained) <= {1, 3, 9, 27, 81}
 
 
 # ---- What is said

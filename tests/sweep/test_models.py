@@ -111,13 +111,6 @@ def test_after_a_restart_the_newest_values_are_those_of_the_records_that_stay() 
     assert (future.metrics, future.step) == ({}, None)
 
 
-def test_a_model_that_goes_on_has_its_records_up_to_the_checkpoint() -> None:
-    state = RunState(before=model(0, 1, {"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}).records)
-    assert state.values.metrics == {}
-    To(state).resumed(1)
-    assert (state.values.metrics, [record.step for record in state.records]) == ({"loss": 2.0}, [0, 1])
-
-
 def test_a_frame_has_a_row_for_each_model(models: ModelFutures) -> None:
     frame = models.to_frame()
     assert list(frame.columns) == ["status", "step", "lr", "epoch", "loss", "accuracy"]
@@ -174,15 +167,6 @@ def test_equal_work_of_mixed_sizes_is_packed_as_tightly_as_can_be(seed: int) -> 
     sizes = random.Random(seed).choices([1, 2, 4], k=27)
     slots = sizes.count(4) + -(-(2 * sizes.count(2) + sizes.count(1)) // 4)
     assert makespan(sizes, [1.0] * 27) == slots
-
-
-def test_all_or_nothing() -> None:
-    allotment = Allotment(WORKERS)
-    assert allotment.acquire("a", 3) == WORKERS[:3]
-    assert allotment.acquire("b", 2) is None
-    assert allotment.acquire("c", 1) == WORKERS[3:]
-    allotment.release("a")
-    assert allotment.acquire("b", 2) == WORKERS[:2]
 
 
 def test_a_lost_worker_that_nothing_replaces_yet() -> None:

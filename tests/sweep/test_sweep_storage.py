@@ -11,18 +11,12 @@ import fsspec
 import numpy as np
 import pytest
 from distributed import Client
-from flytekit import FlyteContextManager
-from flytekit.configuration import DataConfig
-from flytekit.core.data_persistence import FileAccessProvider
 
 from flytekitplugins.daskpytorch import Keep, StoppedEarlyError, dispatch
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
-from flytekitplugins.daskpytorch.flyte.context import FlyteExecution
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, digest_of
-from flytekitplugins.daskpytorch.protocol.host import Execution
 from flytekitplugins.daskpytorch.records import LogRecord
-from flytekitplugins.daskpytorch.sweep import storage as module
 from flytekitplugins.daskpytorch.sweep.storage import ModelStorage, SweepStorage
 from others import give_away
 
@@ -116,20 +110,6 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     assert vault.flush(60)
     vault.worker.close()
     assert (found.step, (tmp_path / "disk" / found.name).read_bytes()) == (5, b"a state")
-
-
-@pytest.mark.parametrize("host", [Execution, lambda: FlyteExecution(FlyteContextManager.current_context(), None)])
-def test_it_may_be_a_bucket_as_fsspec_or_flyte_reach_it(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Callable[[], Execution]
-) -> None:
-    config = DataConfig.auto()
-    access = FileAccessProvider(str(tmp_path), f"{s3}/raw", data_config=config)
-    ctx = FlyteContextManager.current_context()
-    with FlyteContextManager.with_context(ctx.with_file_access(access)):
-        monkeypatch.setattr(module, "current_execution", host)
-        uri = f"{s3}/{uuid.uuid4().hex}"
-        test_what_was_kept_is_there_again(uri)
-        test_checkpoints_lie_beside_it_and_come_after_the_records(f"{uri}/more", tmp_path)
 
 
 @pytest.mark.usefixtures("s3")

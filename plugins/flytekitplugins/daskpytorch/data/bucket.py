@@ -36,16 +36,16 @@ REGION = "Name the region: storage_options={'region_name': ...}"
 ADVICE: Mapping[str, tuple[type[OSError], str]] = {
     "NoSuchKey": (FileNotFoundError, "does not exist: the object was deleted after the listing. List the bucket again"),
     "NoSuchBucket": (FileNotFoundError, "does not exist: there is no such bucket. Check its name and the endpoint"),
-    "AccessDenied": (PermissionError, f"may not be read with these credentials. {CREDENTIALS}"),
-    "ExpiredToken": (PermissionError, f"may not be read: the credentials have expired. {CREDENTIALS}"),
-    "InvalidToken": (PermissionError, f"may not be read: the session token is not valid. {CREDENTIALS}"),
-    "InvalidAccessKeyId": (PermissionError, f"may not be read: the access key is not known there. {CREDENTIALS}"),
-    "SignatureDoesNotMatch": (PermissionError, f"may not be read: the secret key is wrong. {CREDENTIALS}"),
+    **dict.fromkeys(
+        ("AccessDenied", "ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"),
+        (PermissionError, f"may not be read. {CREDENTIALS}"),
+    ),
     "RequestTimeTooSkewed": (PermissionError, "may not be read: this machine's clock is wrong. Set the clock"),
-    "PermanentRedirect": (PermissionError, f"is in another region. {REGION}"),
-    "AuthorizationHeaderMalformed": (PermissionError, f"is in another region. {REGION}"),
+    **dict.fromkeys(
+        ("PermanentRedirect", "AuthorizationHeaderMalformed"), (PermissionError, f"is in another region. {REGION}")
+    ),
 }
-"""By S3's error code. Reads that fail with other codes are retried."""
+"""By S3's error code, which the message has, too. Reads that fail with other codes are retried."""
 INHERITED = (
     "this process reads with botocore, at about half the speed: it was forked from a process that had used obstore, "
     "which does not work after a fork. Give the DataLoader multiprocessing_context='forkserver', or read nothing "

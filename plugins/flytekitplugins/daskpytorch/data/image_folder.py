@@ -291,7 +291,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         )
 
     def _uri(self, index: int) -> str:
-        return f"s3://{self._index.bucket}/{self.all_files[index]}"
+        return f"s3://{self._source.name}/{self.all_files[index]}"
 
 
 @dataclass
@@ -348,7 +348,6 @@ IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".t
 
 @dataclass(frozen=True, kw_only=True)
 class ImageIndex:
-    bucket: str
     files: Sequence[Listed]
     classes: list[str]
     targets: list[int]
@@ -377,7 +376,7 @@ class ImageIndex:
         classes = sorted(set(names))
         places = {name: place for place, name in enumerate(classes)}
         targets = [places[name] for name in names]
-        return cls(bucket=bucket, files=files, classes=classes, targets=targets)
+        return cls(files=files, classes=classes, targets=targets)
 
 
 def _kind(key: str, folder: str) -> str:

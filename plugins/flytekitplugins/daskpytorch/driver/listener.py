@@ -14,8 +14,7 @@ from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import Beat, Download, FromAgent, Reported, Upload, unpack
-from flytekitplugins.daskpytorch.protocol.payload import Piece
+from flytekitplugins.daskpytorch.protocol.messages import Beat, Download, FromAgent, Piece, Reported, Upload, unpack
 
 Transfer = Upload | Download
 FileServer = Callable[[Connection, Transfer], None]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.protocol.payload import Piece
+from flytekitplugins.daskpytorch.protocol.messages import Piece
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,8 @@ from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import journal, placement
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.job import Job, log_folder
+from flytekitplugins.daskpytorch.protocol.job import Job, in_order, log_folder
 from flytekitplugins.daskpytorch.protocol.messages import Start
-from flytekitplugins.daskpytorch.protocol.payload import in_order
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 

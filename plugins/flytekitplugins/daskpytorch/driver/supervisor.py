@@ -37,7 +37,6 @@ from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observers
-from flytekitplugins.daskpytorch.protocol.payload import CALL
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class Supervisor:
             connection.send(vault.receive(connection, request.file))
             return
         caller = self._staying.current if self._staying is not None else self._request
-        if request.name == CALL and caller is not None and caller.call is not None:
+        if request.name == messages.CALL and caller is not None and caller.call is not None:
             connection.send(None)
             connection.send_raw(caller.call)
             return

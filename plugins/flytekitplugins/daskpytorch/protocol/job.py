@@ -12,7 +12,6 @@ from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import MAX_COLLECTIVES
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
-from flytekitplugins.daskpytorch.protocol.payload import LargeCall
 from flytekitplugins.daskpytorch.protocol.placement import Place
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
@@ -21,7 +20,21 @@ STOPPED = 143
 """Exit code after an order to stop: 128 + SIGTERM, as in shells."""
 AUTO_PULSE = 10.0
 """Seconds between two reports of signs of life with `hang_timeout="auto"`."""
+LARGE = 1 << 20
+"""Bytes from which ranks download a pickled call (`rank.transfers`)."""
 Key = str | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class LargeCall:
+    """Stands for a pickled call in orders."""
+
+    number: int
+    size: int
+
+
+def in_order(call: bytes, number: int = 0) -> bytes | LargeCall:
+    return LargeCall(number, len(call)) if len(call) >= LARGE else call
 
 
 @dataclass(frozen=True, kw_only=True)

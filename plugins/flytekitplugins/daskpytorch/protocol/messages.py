@@ -7,15 +7,15 @@ questions of one kind have the same answer, which all ranks of a node get.
 import enum
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
-from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.payload import LargeCall, Piece
+from flytekitplugins.daskpytorch.protocol.job import Job, LargeCall
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 
@@ -160,6 +160,60 @@ ShortReport = (
     | Failure
 )
 """All reports but pieces of results. `Recalled` comes before an abort, or before the rank leaves its peers."""
+
+
+# ---- Large return values and submitted files, which the driver writes to files
+
+PIECE_SIZE = 1 << 20
+"""Bytes. An agent relays a piece in milliseconds, which delays other ranks and heartbeats only briefly."""
+SMALL_SIZE = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A value's pieces arrive in order."""
+
+    path: str | None
+    """Path in the results' folder (empty if only the task's folder must exist), or None for a return value."""
+    file: str
+    """Name of the value's file in a folder of the driver."""
+    start: int
+    """Place of the data in the file."""
+    data: bytes
+    is_last: bool
+
+
+class PieceWriter:
+    """File that passes what is written to `send`, in pieces."""
+
+    def __init__(self, path: str | None, send: Callable[[Piece], object]) -> None:
+        self._path, self._send, self._name = path, send, uuid.uuid4().hex
+        self._start = 0
+        self._rest = bytearray()
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE_SIZE):
+            part = view[start : start + PIECE_SIZE]
+            if len(self._rest) + len(part) > PIECE_SIZE:
+                self._flush(is_last=False)
+            self._rest += part
+        return len(view)
+
+    def end(self) -> bytes | None:
+        """Send the last piece, or return the bytes of a small return value."""
+        if self._path is None and self._start == 0 and len(self._rest) <= SMALL_SIZE:
+            return bytes(self._rest)
+        self._flush(is_last=True)
+        return None
+
+    def _flush(self, *, is_last: bool) -> None:
+        data = bytes(self._rest)
+        self._send(Piece(path=self._path, file=self._name, start=self._start, data=data, is_last=is_last))
+        self._start += len(data)
+        self._rest.clear()
+
+
 Report = ShortReport | Piece
 
 
@@ -296,6 +350,9 @@ ToAgent = Start | Stop | Tell | Close
 
 # ---- From ranks, over connections of their own, with a file's bytes
 
+CALL = "call"
+"""Name by which ranks download a large call."""
+
 
 @dataclass(frozen=True)
 class Upload:
@@ -309,4 +366,4 @@ class Download:
     """The driver then sends None and the file's bytes, or the reason of a refusal."""
 
     name: str
-    """Name of a lent checkpoint's file, or `payload.CALL`."""
+    """Name of a lent checkpoint's file, or `CALL`."""

@@ -93,6 +93,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind: Any = type(obj)
         if issubclass(kind, BaseException):
             return pickle_exception(obj, builtin_inits=BUILTIN_INITS)
+        if kind.__module__ == "torch.storage":
+            from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
+
+            if (large := reduce_storage(obj, LARGE)) is not None:
+                return large
         is_known = issubclass(kind, type) and obj in parts._BUILTIN_TYPE_NAMES
         if issubclass(kind, type) and not is_known and not parts._should_pickle_by_reference(obj):
             return self.reduce_class(obj)
@@ -195,11 +200,6 @@ class _Pickler(Pickler):
             return own
         if (instead := _reduce_object(obj) or _reduce_module(obj)) is not None:
             return instead
-        if type(obj).__module__ == "torch.storage":
-            from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
-
-            if (large := reduce_storage(obj, at_least=LARGE)) is not None:
-                return large
         reduced = super().reducer_override(obj)
         return self._reduce_named(obj) if reduced is NotImplemented else reduced
 

@@ -129,7 +129,7 @@ def sharded_classes() -> tuple[type, ...]:
 # ---- Tensors' memory in pickles
 
 
-def reduce_storage(storage: object, at_least: int = 0) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+def reduce_storage(storage: object, at_least: int) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """Pickle a large storage in main memory without copies. None leaves it to torch's own pickling.
 
     Torch's own pickling copies each storage twice on each side. The unpickled storage cannot be resized.

@@ -17,12 +17,11 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from flytekitplugins.daskpytorch.context import Link, Progress
-from flytekitplugins.daskpytorch.protocol import messages, payload, pickling
-from flytekitplugins.daskpytorch.protocol.job import RankOrder
+from flytekitplugins.daskpytorch.protocol import messages, pickling
+from flytekitplugins.daskpytorch.protocol.job import LargeCall, RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.observer import RankObservers
-from flytekitplugins.daskpytorch.protocol.payload import LargeCall
-from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage, sharded_classes
+from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
 from flytekitplugins.daskpytorch.rank.transfers import Transfers
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
@@ -136,7 +135,7 @@ class GangLink(Link):
     def submit(self, path: str, data: bytes) -> None:
         """Other reports may be sent between two pieces."""
         with self._submit_lock:
-            pieces = payload.PieceWriter(path, self._send_piece)
+            pieces = messages.PieceWriter(path, self._send_piece)
             pieces.write(data)
             pieces.end()
 
@@ -190,11 +189,11 @@ class GangLink(Link):
             self.records.add(messages.Spent(self.ledger.seconds(), step))
 
     def send_returned(self, value: Any) -> bytes | None:
-        pieces = payload.PieceWriter(None, self._send_piece)
+        pieces = messages.PieceWriter(None, self._send_piece)
         dump_returned(value, pieces)
         return pieces.end()
 
-    def _send_piece(self, piece: payload.Piece) -> None:
+    def _send_piece(self, piece: messages.Piece) -> None:
         self._send_in_turn(pickle.dumps(piece))
 
     # ---- questions, and their answers
@@ -275,7 +274,7 @@ def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
     )
 
 
-def dump_returned(value: Any, file: payload.PieceWriter) -> None:
+def dump_returned(value: Any, file: messages.PieceWriter) -> None:
     """CUDA tensors are pickled on the CPU, a `DistributedDataParallel` as its model."""
     try:
         _pickler(sharded_classes())(file).dump(value)
@@ -299,7 +298,7 @@ def _pickler(sharded: tuple[type, ...]) -> type[pickling.Pickler]:
             # The pickle of a parameter calls this method again, for the plain tensor of the parameter's data.
             if isinstance(obj, torch.Tensor) and obj.is_cuda and not isinstance(obj, torch.nn.Parameter):
                 return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]
-            return reduce_storage(obj) or super().reducer_override(obj)
+            return super().reducer_override(obj)
 
     return ReturnPickler
 

@@ -16,8 +16,7 @@ from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection, dial
-from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.protocol.payload import CALL, LargeCall
+from flytekitplugins.daskpytorch.protocol.job import LargeCall, RankOrder
 
 MAX_RETRIES = 2
 """Retries of an upload after a broken connection."""
@@ -79,7 +78,7 @@ class Transfers:
             if not path.exists():
                 for old in self._scratch.glob(f"{ARGUMENTS}*"):  # an ended call's
                     old.unlink(missing_ok=True)
-                self._download(CALL, path, call.size, "the call's large arguments")
+                self._download(messages.CALL, path, call.size, "the call's large arguments")
         return path
 
     def _upload(self, file: CheckpointEntry) -> None:

@@ -29,11 +29,12 @@ from flytekitplugins.daskpytorch.node.fork_server import set_environment
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.streams import say
-from flytekitplugins.daskpytorch.protocol import journal, payload
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
+from flytekitplugins.daskpytorch.protocol.messages import PieceWriter
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObservers
 from flytekitplugins.daskpytorch.protocol.placement import place_ranks
 from flytekitplugins.daskpytorch.protocol.script import completed, describe_exit
@@ -240,7 +241,7 @@ class _Link(Link):
             raise self._told.stopped_early
 
     def submit(self, path: str, data: bytes) -> None:
-        pieces = payload.PieceWriter(path, lambda piece: self._received.add(self._received.keep(0, piece)))
+        pieces = PieceWriter(path, lambda piece: self._received.add(self._received.keep(0, piece)))
         pieces.write(data)
         pieces.end()
 

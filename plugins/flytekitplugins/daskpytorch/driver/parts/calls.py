@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.driver.blame import error_of, find_root_failure, from_user
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.protocol import journal, messages
+from flytekitplugins.daskpytorch.protocol.job import in_order
 from flytekitplugins.daskpytorch.protocol.messages import CallEnded, Forget, Question, Tell
-from flytekitplugins.daskpytorch.protocol.payload import in_order
 from flytekitplugins.daskpytorch.records import LogRecord
 
 if TYPE_CHECKING:
