@@ -39,13 +39,6 @@ def test_frames_come_whole_and_in_order_from_pieces_of_any_size(step: int, both:
         sent.result()
 
 
-@pytest.mark.parametrize("data", DATA[:2], ids=len)
-def test_a_read_frame_leaves_what_follows(data: bytes, both: tuple[Connection, Connection]) -> None:
-    ours, theirs = both
-    theirs._sock.sendall(framed(data) + b"the bytes of a file")
-    assert (ours.recv_frame(), ours.read(100)) == (data, b"the bytes of a file")
-
-
 @pytest.mark.parametrize("size", [0, 31, 33, 1 << 40])
 def test_a_frame_of_another_size_than_the_expected_is_refused_before_it_has_come(
     size: int, both: tuple[Connection, Connection]
