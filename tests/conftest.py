@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from seaweed import Weed
 
 os.environ["DASKPYTORCH_CHECKPOINTS"] = ""  # local runs keep none in the developer's own folder
-os.environ["DASKPYTORCH_LEISURE"] = str(24 * 3600)  # few gangs here train, and after none so many others
 for _name in TESTS_IMPORT:
     fork_client.import_ahead(_name)
 start_in_forks_of(warm_python)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Pipe, wait
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from flytekitplugins.daskpytorch.node import fork_client, fork_server
+from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from flytekitplugins.daskpytorch.process.system import without_nannys
 from processes import fork_server as own_fork_server
@@ -157,22 +157,6 @@ def test_rank_has_torch_at_hand_cuda_untouched_and_collects_garbage(client: Fork
     """
     rank = Rank.running(client, 0, source)
     assert rank.line() == f"False True True {own_fork_server().pid}"
-
-
-def test_what_a_rank_itself_leaves_to_its_end_is_done_then(client: ForkServerClient) -> None:
-    source = """
-        import atexit, logging.handlers, sys, weakref
-        class Owner:
-            pass
-        owner = Owner()
-        weakref.finalize(owner, print, "finalized")
-        handler = logging.handlers.MemoryHandler(10, target=logging.StreamHandler(sys.stdout))
-        logging.getLogger("mine").addHandler(handler)
-        logging.getLogger("mine").warning("flushed")
-        atexit._run_exitfuncs()
-    """
-    rank = Rank.running(client, 0, source)
-    assert {rank.line(), rank.line()} == {"finalized", "flushed"}
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -331,66 +315,15 @@ def test_killing_the_server_kills_its_ranks_and_the_next_connect_starts_another(
         assert again.next_exit() == (0, 5)
 
 
-IMPORTING = """
-    import sys
-    from flytekitplugins.daskpytorch.node import fork_server, fork_server
-
-    fork_server.TRAINS = "wave"
-    fork_server.TRAINING_IMPORTS = ("first", "second")
-    fork_server.main()
-"""
-SLOW_IMPORT = """
-import time
-from pathlib import Path
-Path(f"{__name__} began").touch()
-while not Path(__name__).exists():
-    time.sleep(0.01)
-"""
-
-
-@contextlib.contextmanager
-def importing(folder: Path, leisure: float) -> Iterator[ForkServerClient]:
-    """A client of such a server."""
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for name in ("first", "second"):
-        (folder / f"{name}.py").write_text(SLOW_IMPORT)
-    command = [sys.executable, "-c", textwrap.dedent(IMPORTING), str(theirs.fileno())]
-    environment = {**os.environ, "DASKPYTORCH_LEISURE": str(leisure)}
-    with (
-        control,
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=folder, env=environment) as server,
-        contextlib.ExitStack() as at_last,
-    ):
-        at_last.callback(server.kill)  # else one that imports for ever would be waited for
-        theirs.close()
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its:
-            socket.send_fds(control, [fork_server.CLIENT], [its.fileno()])
-        with contextlib.closing(ForkServerClient(mine, server)) as client:
-            yield client
-        control.close()
-        assert server.wait() == 0
-
-
-def test_after_ranks_that_train_more_is_imported_in_pieces_between_which_ranks_are_served(tmp_path: Path) -> None:
-    source = "import sys, time, wave; print('first' in sys.modules, 'second' in sys.modules); time.sleep(600)"
-    with importing(tmp_path, leisure=600) as client:
-        assert Rank.running(client, 0, "import time, wave; print('trains'); time.sleep(600)").line() == "trains"
-        client.take_readiness()
-        assert not wait([client], 0.5)
-        assert not (tmp_path / "first began").exists()  # while ranks run nothing is imported
-        client.kill(0, signal.SIGKILL)
-        until((tmp_path / "first began").exists, "a piece")
-        ranks = [Rank.running(client, key, source) for key in (1, 2)]
-        assert not wait([rank.output for rank in ranks], 0.5)
-        (tmp_path / "first").touch()
-        assert {rank.line().partition(" ")[0] for rank in ranks} == {"True"}
-        (tmp_path / "second").touch()
-        for key in (1, 2):
-            client.kill(key, signal.SIGKILL)
-        assert {client.next_exit() for _ in range(3)} == {(key, -signal.SIGKILL) for key in range(3)}
-        until((tmp_path / "second began").exists, "the next piece")
-        assert Rank.running(client, 3, source).line() == "True True"
+def test_what_only_trainings_need_is_imported_after_a_rank_that_trains_and_beside_none(
+    client: ForkServerClient,
+) -> None:
+    look, keys = "import sys; print('torch._dynamo' in sys.modules)", itertools.count(1)
+    trains = "import types, wrapt; wrapt.notify_module_loaded(types.ModuleType('torch._dynamo')); print('trains')"
+    assert Rank.running(client, 0, f"{trains}; import time; time.sleep(600)").line() == "trains"
+    assert Rank.running(client, next(keys), "import sys; print('sympy' in sys.modules)").line() == "False"
+    client.kill(0, signal.SIGKILL)
+    until(lambda: Rank.running(client, next(keys), look).line() == "True", "the imports")
 
 
 # ---- What ends a server itself --------------------------------------------------------------------------------------
@@ -415,23 +348,20 @@ def error_of_first_rank() -> BaseException:
 
 
 @pytest.mark.usefixtures("fresh_server")
-def test_server_that_cannot_start_says_why_with_its_own_error(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("raise SystemExit('why')", "has failed: SystemExit: why. The log of"),
+        ("os.abort()", "has ended with SIGABRT: "),
+    ],
+)
+def test_server_that_fails_says_why_and_is_told_from_one_that_is_lost(
+    statement: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("DASKPYTORCH_LEISURE", "abc")
+    name = f"failing_{len(statement)}"
+    (tmp_path / f"{name}.py").write_text(f"import os\ndef fail(): {statement}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fork_client, "_imported_ahead", [f"{name}:fail"])
     error = error_of_first_rank()
     assert type(error) is fork_client.ForkServerFailedError
-    text = "has failed: ValueError: DASKPYTORCH_LEISURE='abc': must be a number of seconds, such as 3. The log of"
-    assert text in str(error)
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("fresh_server")
-def test_server_that_crashes_is_told_from_one_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "crashing.py").write_text("import os\ndef crash(): os.abort()")
-    monkeypatch.syspath_prepend(tmp_path)
-    fork_client.import_ahead("crashing:crash")
-    try:
-        assert "has ended with SIGABRT: the log of the worker" in str(error_of_first_rank())
-    finally:
-        fork_client._imported_ahead.remove("crashing:crash")
+    assert said in str(error)

@@ -14,10 +14,8 @@ All sockets are Unix SOCK_SEQPACKET without a name, so each message is one packe
 
 import contextlib
 import ctypes
-import functools
 import gc
 import json
-import math
 import mmap
 import multiprocessing
 import os
@@ -29,13 +27,12 @@ import sys
 import tempfile
 import time
 import traceback
-import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module, metadata
+from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from wrapt import register_post_import_hook
 
@@ -97,7 +94,7 @@ class _Server:
     def serve(self) -> None:
         while self._running:
             has_ranks = any(client.ranks for client in self._clients)
-            requests = self._selector.select(self._leisure.patience(has_ranks=has_ranks))
+            requests = self._selector.select(0.0 if self._leisure.is_due(has_ranks=has_ranks) else None)
             for key, _ in requests:
                 if isinstance(key.data, _Client):
                     self._serve_client(key.data)
@@ -121,7 +118,6 @@ class _Server:
         self._selector.register(client.sock, selectors.EVENT_READ, client)
         if not self._has_imports:
             import_for_ranks(self._imported_ahead)
-            self._leisure.begin()
             self._has_imports = True
         self._tell(client, {})  # the client may wait for the imports
 
@@ -278,26 +274,6 @@ to end would remove for all ranks."""
 # ---- Inherited modules
 
 
-@contextlib.contextmanager
-def _without_finalizers() -> Iterator[None]:
-    """Keep each new `weakref.finalize` of the block from running at the process's exit.
-
-    Torch's finalizers take 50 to 100 ms of a rank's exit (2026-11-26), for objects that end with the process anyway.
-    """
-    begin = weakref.finalize.__init__
-
-    def begin_quietly(finalizer: Any, *args: Any, **kwargs: Any) -> None:
-        begin(finalizer, *args, **kwargs)
-        finalizer.atexit = False
-
-    weakref.finalize.__init__ = begin_quietly  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        weakref.finalize.__init__ = begin  # type: ignore[method-assign]
-
-
-@_without_finalizers()
 def import_for_ranks(others: Sequence[str]) -> None:
     """Import modules, and call the function of `module:function`.
 
@@ -317,24 +293,13 @@ def import_for_ranks(others: Sequence[str]) -> None:
                 imported = import_module(module)
                 if function:
                     getattr(imported, function)()
-        with optional("Reading the metadata of torch's plugins ahead"):
-            _remember_plugins()
         _settle()
     finally:
         gc.enable()
 
 
-def _remember_plugins() -> None:
-    """Cache the entry points of all packages, which torch reads twice with each process group.
-
-    Without the cache, a warm gang's first all-reduce comes 1.26 times as late (`launch.py`, 2026-11-23).
-    """
-    metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
-    metadata.entry_points(group="torch.distributed.backends")
-
-
 class Leisure:
-    """Imports modules for training while no rank runs, one at a time, with forks between.
+    """Imports modules for training once a rank has trained and none runs, one at a time, with forks between.
 
     All imports together take seconds, during which no gang could start. Beside running ranks, which import these
     modules themselves, they would take the memory twice: a first gang of four workers would take 1.32 x `torchrun`'s
@@ -345,37 +310,17 @@ class Leisure:
         self._has_trained = mmap.mmap(-1, 1)
         """A byte that ranks share: 1 once a rank has trained."""
         self._names = deque(TRAINING_IMPORTS)
-        self._at = math.inf
-        """Time from which modules are imported, on the monotonic clock. The first rank makes it infinite."""
 
-    def begin(self) -> None:
-        """Import after some seconds without a rank, since the fork server was started ahead."""
-        text = os.environ.get("DASKPYTORCH_LEISURE", "3")
-        try:
-            self._at = time.monotonic() + float(text)
-        except ValueError:
-            raise ValueError(f"DASKPYTORCH_LEISURE={text!r}: must be a number of seconds, such as 3") from None
-
-    def patience(self, *, has_ranks: bool) -> float | None:
-        """Return the seconds until the next import, if one is due: none once ranks have ended of which one trained."""
-        if has_ranks:
-            self._at = math.inf
-        elif self._has_trained[0]:
-            self._at = 0.0
-        return max(0.0, self._at - time.monotonic()) if self._names and self._at < math.inf else None
+    def is_due(self, *, has_ranks: bool) -> bool:
+        return bool(self._names and self._has_trained[0] and not has_ranks)
 
     def import_next(self) -> None:
-        import_quietly(self._names.popleft())
+        with contextlib.suppress(Exception):  # the rank that needs the module reports the error
+            import_module(self._names.popleft())
+        _settle()
 
     def watch_for_training(self) -> None:
         register_post_import_hook(lambda _: self._has_trained.__setitem__(0, 1), TRAINS)
-
-
-@_without_finalizers()
-def import_quietly(name: str) -> None:
-    with contextlib.suppress(Exception):  # the rank that needs the module reports the error
-        import_module(name)
-    _settle()
 
 
 def _settle() -> None:
