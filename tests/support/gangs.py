@@ -24,7 +24,6 @@ from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.checkpoints import Sharding
-from flytekitplugins.daskpytorch.protocol.code import Program, Sources
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Piece, PieceWriter
@@ -143,12 +142,8 @@ def order_for(settings: Gang | None = None, **job: Any) -> RankOrder:
     return RankOrder(
         place=place,
         job=Job(**JOB | ({"settings": settings} if settings is not None else {}) | job),
-        sources=Sources(folders=(), script=None),
-        program=Program(),
         scratch="/nowhere",
         agent=AgentOrder(driver=("127.0.0.1", 1), token=b""),
-        directory="/",
-        path=(),
     )
 
 

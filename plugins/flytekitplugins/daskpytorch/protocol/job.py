@@ -87,16 +87,16 @@ class WorkerData:
 class RankOrder:
     place: Place
     job: Job
-    sources: Sources
-    program: Program
+    sources: Sources = field(default_factory=lambda: Sources(folders=(), script=None))
+    program: Program = field(default_factory=Program)
     scratch: str
     """The agent's folder, where ranks on other machines than the driver's read and write checkpoints."""
     agent: AgentOrder
     """The agent's own order, with the address of the driver and the gang's token."""
     driver_folder: str | None = None
     """Folder on the driver's machine, for checkpoints and a large return value. None elsewhere."""
-    directory: str
-    path: Sequence[str]
+    directory: str = "."
+    path: Sequence[str] = ()
     """The agent's `sys.path`, behind the folders in the gang's `PYTHONPATH`."""
     data: WorkerData | None = None
 

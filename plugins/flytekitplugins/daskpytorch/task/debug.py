@@ -3,24 +3,25 @@
 Breakpoints of an editor, profilers and `pytest --pdb` work as in any program.
 
     run_here ─▶ variables of torchrun, process group of one rank, current_rank() ─▶ the user's function
-                  log, submit  ─▶ observers, trackers and results, in this process
-                  checkpoint   ─▶ a local folder, and from there the gang's storage
+                  a rank's own session, whose reports go straight to observers, results and the gang's storage
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.context import Checkpoint, Link, RankContext
 from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
+from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.driver.storage import claimed, start_of
 from flytekitplugins.daskpytorch.driver.vault import Vault
@@ -28,31 +29,21 @@ from flytekitplugins.daskpytorch.errors import GangCancelledError
 from flytekitplugins.daskpytorch.node.fork_server import set_environment
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from flytekitplugins.daskpytorch.process.streams import say
-from flytekitplugins.daskpytorch.protocol import journal
+from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths, current_execution
-from flytekitplugins.daskpytorch.protocol.job import Job, environment
+from flytekitplugins.daskpytorch.protocol.failure import raisable
+from flytekitplugins.daskpytorch.protocol.host import AgentOrder, StoragePaths, current_execution
+from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder, environment
 from flytekitplugins.daskpytorch.protocol.journal import Shape, Training
-from flytekitplugins.daskpytorch.protocol.messages import PieceWriter
-from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObservers
+from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.placement import place_ranks
-from flytekitplugins.daskpytorch.protocol.script import completed, describe_exit
+from flytekitplugins.daskpytorch.protocol.script import completed
 from flytekitplugins.daskpytorch.rank import process_group
-from flytekitplugins.daskpytorch.rank.checkpoint import check_best, copy_of, read_checkpoint, write_checkpoint
-from flytekitplugins.daskpytorch.rank.link import unwrapped
-from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
+from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
+from flytekitplugins.daskpytorch.rank.session import Session
 from flytekitplugins.daskpytorch.rank.usage import profiled
-from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint, numbers
+from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE, Gang
-
-if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.driver.received import ReceivedResults
-
-
-ATTEMPT = 1
-DEVICES = "CUDA_VISIBLE_DEVICES"
-"""Stays unchanged, as the calling process may already use its GPUs."""
 
 
 def run_here(
@@ -71,180 +62,153 @@ def run_here(
     exception is raised with its traceback, `SystemExit` with a code other than 0, too.
     """
     name = training.name
-    if settings.evaluate is not None:
-        say(f"{name}: debugging: Gang(evaluate=...) has no effect, since there is one process")
     told = Observers(observers, name=name)
     error: Exception | None = None
     told.tell(journal.Began(training=training))
     told.note(f"debugging ({DEBUG_VARIABLE}, Gang(debug=True)): one rank, in this process")
+    if settings.evaluate is not None:
+        told.note("debugging: Gang(evaluate=...) has no effect, since there is one process")
     try:
         with ExitStack() as stack:
             if (claim := stack.enter_context(claimed(storage, name))) is not None:
                 storage = claim.paths
             folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-            checkpoint = _LocalCheckpoint(settings, storage, folder, told)
-            stack.callback(checkpoint.close)
-            link = _Link(told, received, results_folder)
-            _become_rank(RankContext(checkpoint=checkpoint, link=link), name, settings, checkpoint, told, stack)
-            link.trackers.open(told.for_rank())
-            link.trackers.call("on_begin")
-            stack.push(lambda kind, *_: link.trackers.call("on_end", int(kind is not None)))
-            stack.enter_context(
-                profiled(settings.profile, 0, folder, link.submit, lambda text: told.note(f"rank 0 {text}"))
-            )
+            link = stack.enter_context(contextlib.closing(_Link(name, settings, storage, folder, told, received)))
+            link.folder = results_folder
+            stack.enter_context(_ranked(Session(link.order, link).rank, link.order, told))
+            link.observers.open(told.for_rank())
+            link.observers.call("on_begin")
+            stack.push(lambda kind, *_: link.observers.call("on_end", int(kind is not None)))
+            stack.enter_context(profiled(settings.profile, 0, folder, link.submit, link.note))
             return unwrapped(completed(function))
-    except KeyboardInterrupt:
-        error = GangCancelledError(f"{name} was cancelled")
-        raise
-    except SystemExit as ended:
-        error = RuntimeError(f"{name} ended with {describe_exit(ended)}")
-        raise
-    except Exception as caught:
-        error = caught
+    except BaseException as caught:
+        is_cancelled = isinstance(caught, KeyboardInterrupt)
+        error = GangCancelledError(f"{name} was cancelled") if is_cancelled else raisable(caught, name)
         raise
     finally:
         told.tell(journal.Ended.by(error))
 
 
-def _become_rank(
-    rank: RankContext,
-    name: str,
-    settings: Gang,
-    checkpoint: _LocalCheckpoint,
-    told: Observers,
-    stack: ExitStack,
-) -> None:
-    begun_at, node = time.monotonic(), describe_node(socket.gethostname(), None)
-    [[place]] = places = place_ranks([node], 1)
-    job = Job(
-        gang=name,
-        attempt=ATTEMPT,
-        call=None,
-        backend="gloo",
-        settings=settings,
-        sharding=checkpoint.sharding,
-        environment=settings.environment,
-    )
-    stack.callback(set_environment, dict(os.environ))
-    changed = environment(os.environ, place, job, None, checkpoint.folder)
-    os.environ.update({name: value for name, value in changed.items() if name != DEVICES})
-    stack.callback(process_group.leave)
-    stack.callback(context.enter, context.current_rank())
-    process_group.install()
-    process_group.expect(place, job, lambda: None)
-    process_group.join()
-    context.enter(rank)
-    told.tell(journal.Placed(shape=Shape(name=name, backend="gloo", nodes=[node], places=places)))
-    told.tell(journal.Formed(seconds=time.monotonic() - begun_at))
+@contextlib.contextmanager
+def _ranked(rank: context.RankContext, order: RankOrder, told: Observers) -> Iterator[None]:
+    begun_at, before, outside = time.monotonic(), dict(os.environ), context.current_rank()
+    changed = environment(before, order.place, order.job, None, Path(order.scratch))
+    del changed["CUDA_VISIBLE_DEVICES"]  # stays, as the calling process may already use its GPUs
+    try:
+        os.environ.update(changed)
+        process_group.install()
+        process_group.expect(order.place, order.job, lambda: None)
+        process_group.join()
+        context.enter(rank)
+        told.tell(journal.Formed(seconds=time.monotonic() - begun_at))
+        yield
+    finally:
+        context.enter(outside)
+        process_group.leave()
+        set_environment(before)
 
 
-class _LocalCheckpoint(Checkpoint):
-    loaded: SavedCheckpoint | None = None
+class _Link(GangLink):
+    """Takes the rank's reports in this process, in place of agent and driver."""
 
-    def __init__(self, settings: Gang, storage: StoragePaths | None, folder: Path, told: Observers) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        name: str,
+        settings: Gang,
+        storage: StoragePaths | None,
+        folder: Path,
+        told: Observers,
+        received: ReceivedResults,
+    ) -> None:
+        self._settings = settings
         self._told = told
-        self._keep = settings.keep
-        self._timeout = settings.start_timeout
-        self._end_timeout = Deadlines(settings.grace_period).storage
+        self._received = received
         self._vault = Vault(storage, settings.keep, folder)
         filesystem = current_execution().filesystem
         self._committer = Committer(settings, storage, self._vault, folder, filesystem, self._note_commit)
-        self._start = self._vault.restore()
+        start = self._vault.restore()
+        self._vault.lend(start)
         self._committer.begin()
-        self.sharding = self._committer.sharding()
-        self._sharded = ShardedCheckpoints(self.sharding, attempt=ATTEMPT, rank=0, report=self._commit)
-        if self._start is not None:
-            self._vault.hold([self._start.name])  # `load` reads the file, perhaps after other saves
-        step = max((saved.step for saved in self.list()), default=None)
+        [[place]] = places = place_ranks([node := describe_node(socket.gethostname(), None)], 1)
+        self.order = RankOrder(
+            place=place,
+            job=self._job(name, start),
+            scratch=str(folder),
+            agent=AgentOrder(driver=("", 0), token=b""),
+            driver_folder=str(folder),
+        )
+        super().__init__(Pipe()[0], self.order)
+        told.tell(journal.Placed(shape=Shape(name=name, backend="gloo", nodes=[node], places=places)))
+        step = max((saved.step for saved in self.kept), default=None)
         if step is not None:
             told.tell(journal.Resumed(step=step))
-            told.tell(journal.Listed(checkpoints=self.list()))
         if (text := start_of(storage, settings, step)) is not None:
             told.note(text)
 
-    def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        step, plain = int(step), numbers(metrics)
-        self._vault.add(write_checkpoint(self.folder, ATTEMPT, copy_of(state), step, plain))
-        self._note_kept(step)
-
-    def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
-        check_best("load", self._keep.metric, best, step)
-        chosen = self._find(self._vault.intact(), step) if best or step is not None else self._start
-        self.loaded = chosen.saved(self._vault.own) if chosen is not None else None
-        return read_checkpoint(self._vault.path_of(chosen)) if chosen is not None else None
-
-    def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        self._sharded.save(state, int(step), numbers(metrics))
-        self._sharded.flush()
-        self._committer.flush(self._timeout)
-
-    def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        check_best("load_sharded", self._keep.metric, best, step)
-        if not best and step is None:
-            return self._sharded.load(state)
-        chosen = self._find(self._vault.sharded, step)
-        self.loaded = chosen.saved(None) if chosen is not None else None
-        return self._sharded.load(state, chosen) if chosen is not None else None
-
-    def list(self) -> Sequence[SavedCheckpoint]:
-        return self._vault.saved()
-
-    def close(self) -> None:
-        """Wait until storage has the checkpoints, for a part of the grace period, and end the thread that writes."""
-        self._vault.hold([])
-        self._vault.flush(self._end_timeout)
-        self._committer.flush(self._end_timeout)
-        self._committer.close()
-        self._told.tell(journal.Listed(checkpoints=self.list()))
-
-    def _find(self, entries: Sequence[CheckpointEntry], step: int | None) -> CheckpointEntry | None:
-        found = manifest.find(entries, self._keep, step)
-        if found is None and step is not None:
-            steps = ", ".join(str(kept.step) for kept in self.list()) or "none"
-            raise LookupError(f"the checkpoint of step {step} is not kept. Steps of kept checkpoints: {steps}")
-        return found
-
-    def _commit(self, said: Written) -> None:
-        if said.failure is None:
-            self._committer.commit(said.entry)
-        else:
-            self._settle(said.entry, said.failure)
-
-    def _note_commit(self, commit: Committed) -> None:
-        self._settle(commit.entry, None if commit.error is None else f"{commit.error!r}")
-
-    def _settle(self, entry: CheckpointEntry, problem: str | None) -> None:
-        if problem is None:
-            self._note_kept(entry.step)
-        else:
-            self._told.note(f"the sharded checkpoint of step {entry.step} was not kept ({problem})")
-
-    def _note_kept(self, step: int) -> None:
-        self._told.tell(journal.Checkpointed(step=step))
-        self._told.tell(journal.Listed(checkpoints=self.list()))
-
-
-class _Link(Link):
-    takes_results = True
-
-    def __init__(self, told: Observers, received: ReceivedResults, results_folder: Callable[[], object]) -> None:
-        self._told = told
-        self._received = received
-        self._results_folder = results_folder
-        self.trackers = RankObservers()
+    def _job(self, name: str, start: CheckpointEntry | None) -> Job:
+        return Job(
+            gang=name,
+            attempt=0,
+            call=None,
+            backend="gloo",
+            settings=self._settings,
+            checkpoint=start,
+            sharding=self._committer.sharding(),
+            kept=self._vault.saved(),
+            storage=self._vault.own,
+            environment=self._settings.environment,
+        )
 
     def log(self, record: LogRecord) -> None:
-        self.trackers.call("on_log", record)
+        self.show(record)
         self._told.tell(journal.Logged(record=record.sent()))
         if self._told.stopped_early is not None:
             raise self._told.stopped_early
 
     def submit(self, path: str, data: bytes) -> None:
-        pieces = PieceWriter(path, lambda piece: self._received.add(self._received.keep(0, piece)))
+        pieces = messages.PieceWriter(path, lambda piece: self._received.add(self._received.keep(0, piece)))
         pieces.write(data)
         pieces.end()
 
-    def results_folder(self) -> Any:
-        self.submit("", b"")
-        return self._results_folder()
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Wait until the checkpoint is kept: observers hear from one thread at a time."""
+        yield
+        context.current_rank().checkpoint.flush()
+        self._committer.flush(self._settings.start_timeout)
+
+    def send(self, report: messages.ShortReport) -> None:
+        match report:
+            case Written(entry, None) if entry.is_sharded:
+                self._committer.commit(entry)
+            case Written(entry, None):
+                self._vault.add(entry)
+                self._note_commit(Committed(entry))
+            case Written(entry, problem):
+                self.note(f"has not kept the checkpoint of step {entry.step} ({problem})")
+            case messages.Ask(question, number, (is_sharded, step)):
+                entries = self._vault.sharded if is_sharded else self._vault.intact()
+                found = manifest.find(entries, self._settings.keep, step)
+                self._vault.lend(None if is_sharded else found)
+                self.take(messages.Answer(question, number, found))
+            case messages.Noted(text, adapts=False):
+                self._told.note(f"rank 0 {text}")
+
+    def close(self) -> None:
+        """Wait until storage has the checkpoints, for a part of the grace period, and end the thread that writes."""
+        timeout = Deadlines(self._settings.grace_period).storage
+        self._vault.flush(timeout)
+        self._committer.flush(timeout)
+        self._committer.close()
+        self._tell_kept()
+
+    def _note_commit(self, commit: Committed) -> None:
+        if commit.error is not None:
+            self.note(f"has not kept the checkpoint of step {commit.entry.step} ({commit.error!r})")
+            return
+        self._told.tell(journal.Checkpointed(step=commit.entry.step))
+        self._tell_kept()
+
+    def _tell_kept(self) -> None:
+        self.kept = self._vault.saved()
+        self._told.tell(journal.Listed(checkpoints=self.kept))
