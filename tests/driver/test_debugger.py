@@ -54,7 +54,6 @@ def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
     [note] = how_to_attach(world)
     assert note.startswith("train: rank 1 (tcp://10.0.0.2:1) stops at train.py:31 (step), and waits up to 300 s")
     assert note.endswith(": daskpytorch attach 1")
-    say(world, 1, Debugged(steps=True))
     say(world, 1, replace(STOPS, needs_terminal=False))
     assert how_to_attach(world) == [note]
     say(world, 1, Debugged())
@@ -124,7 +123,7 @@ class Desk:
         self.leaves = [threading.Event(), threading.Event()]
         """For each rank, set once it gives the terminal back."""
 
-    def talk(self, folder: Path, rank: int, _: bytes) -> bool:
+    def talk(self, folder: Path, rank: int) -> bool:
         assert folder == self.folder
         assert self.leaves[rank].wait(60)
         return False

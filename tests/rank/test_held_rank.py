@@ -15,7 +15,6 @@ RANK = r"""
     from pathlib import Path
     from types import SimpleNamespace
 
-    from flytekitplugins.daskpytorch.protocol.debugging import DRIVER
     from flytekitplugins.daskpytorch.protocol.failure import Failure
     from flytekitplugins.daskpytorch.rank.debugger import Prompt, watch_pdb
 
@@ -28,7 +27,6 @@ RANK = r"""
         shown = b""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(f"{folder}/debugger-0")
-        connection.send(DRIVER)
         _, [keyboard], *_ = socket.recv_fds(connection, 1, 1)
         while wait([keyboard, connection]) == [keyboard]:
             shown += os.read(keyboard, 1000)

@@ -5,6 +5,7 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # `python -m` puts the working folder there, whose `distributed.py` is not Dask's
 
+import contextlib
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -46,7 +47,7 @@ def attach(gang: str, rank: int | None) -> None:
     A rank waits for a terminal at breakpoint(), and after an exception with --on-error hold. Exit code 1 if RANK does
     not wait, or there is no rank.
     """
-    from flytekitplugins.daskpytorch.protocol.debugging import USER, find_ranks, has_terminal, talk
+    from flytekitplugins.daskpytorch.protocol.debugging import find_ranks, has_terminal, talk
 
     found = [(folder, file) for folder, file in find_ranks() if file.gang.startswith(gang)]
     chosen = [(folder, file) for folder, file in found if rank in (None, file.rank)]
@@ -75,14 +76,14 @@ def attach(gang: str, rank: int | None) -> None:
     [(folder, file)] = waiting
     print(
         f"rank {rank} of {file.gang} {file.prompt}. `continue` lets it go on, and its next prompt comes here. "
-        "Ctrl-] leaves it at its prompt.",
+        "Ctrl-] leaves it at its prompt. A terminal that is attached already keeps it until then.",
         flush=True,
     )
-    try:
-        has_left = talk(folder, rank, USER)
-    except OSError as error:
-        raise click.ClickException(f"rank {rank} has left its debugger: {error}") from error
-    print("\ndetached" if has_left else "\nthe rank has ended or goes on, or another terminal was attached to it")
+    has_left = False
+    with contextlib.suppress(OSError):
+        while not has_left:
+            has_left = talk(folder, rank)
+    print("\ndetached" if has_left else "\nthe rank has ended")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,10 +3,11 @@
 A terminal is the driver's own, or one with the command `daskpytorch attach`, on the rank's machine.
 
     terminal                                      rank, in the folder of its agent, which only this user can open
-      │ ─── connection, who it is ──────────────▶ │ socket `debugger-1`
+      │ ─── connection ─────────────────────────▶ │ socket `debugger-1`, accepted at the rank's next prompt
       │ ◀── pseudo-terminal of pdb ────────────── │
-      │ ─── a byte for each Ctrl-C ─────────────▶ │ SIGINT
-      │ ◀── end of the connection ─────────────── │ goes on, or another terminal was attached
+      │ ◀── a byte for each prompt and step ───── │
+      │ ─── SIGINT for each Ctrl-C at a prompt ─▶ │
+      │ ◀── end of the connection ─────────────── │ goes on
 
 The terminal's process passes keys and output on between terminal and pseudo-terminal.
 """
@@ -16,8 +17,10 @@ import fcntl
 import json
 import os
 import re
+import signal
 import socket
 import stat
+import struct
 import tempfile
 import termios
 import tty
@@ -39,8 +42,9 @@ AT_TERMINAL = timedelta(hours=1)
 """Timeout of collectives if the driver has a terminal. Gloo's 30 minutes and NCCL's 10 are short for a person at a
 debugger's prompt, and a longer timeout would hide a real hang."""
 IN_EDITOR = timedelta(days=7)
-DRIVER, USER = b"d", b"u"
-"""First byte of the driver's terminal, which is detached when the rank leaves its prompt, and of other terminals."""
+PROMPT, STEPS = b"p", b"s"
+KEPT_FOR = 1.0
+"""Seconds that a stepping rank keeps a terminal, as a step over a collective may need another rank."""
 LEAVE = b"\x1d"
 """Ctrl-] in raw mode, by which the user leaves a rank at its prompt."""
 INTERRUPT = b"\x03"
@@ -138,19 +142,19 @@ def has_terminal() -> bool:
     return False
 
 
-def talk(folder: Path, rank: int, who: bytes) -> bool:
-    """Attach this terminal to a rank's debugger. Return True if the user has left by Ctrl-], or the terminal is gone.
+def talk(folder: Path, rank: int) -> bool:
+    """Attach this terminal to a rank's debugger, from the rank's next prompt until the rank goes on.
 
-    Raises OSError if the rank has ended, or has yet to call a debugger.
+    Return True if the user has left by Ctrl-], or the terminal is gone. Raises OSError if the rank has ended, or has
+    yet to call a debugger.
     """
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(socket.AF_UNIX))
         with _private(folder) as opened:
             connection.connect(f"{opened}/debugger-{rank}")
-        connection.send(who)
         _, keyboards, *_ = socket.recv_fds(connection, 1, 1)
         if not keyboards:
-            raise ConnectionRefusedError("another terminal is attached")
+            raise ConnectionResetError("the rank has ended")
         stack.callback(os.close, keyboards[0])
         modes = termios.tcgetattr(0)
         tty.setraw(0)
@@ -161,20 +165,23 @@ def talk(folder: Path, rank: int, who: bytes) -> bool:
 
 
 def _pass_on(connection: socket.socket, keyboard: int) -> bool:
-    while True:
-        ready = wait([0, keyboard, connection])
+    pid, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    state = PROMPT
+    while ready := wait([0, keyboard, connection], KEPT_FOR if state == STEPS else None):
         fcntl.ioctl(keyboard, termios.TIOCSWINSZ, fcntl.ioctl(0, termios.TIOCGWINSZ, bytes(8)))
-        if connection in ready:
-            return False
         if keyboard in ready:
             output = os.read(keyboard, READ_SIZE)
             while output:
                 output = output[os.write(0, output) :]
+        elif connection in ready and not (state := connection.recv(1)):
+            return False
         if 0 in ready:
             if not (keys := os.read(0, READ_SIZE)) or LEAVE in keys:
                 return True
-            if INTERRUPT in keys:  # no process group belongs to the pseudo-terminal
-                connection.send(INTERRUPT)
+            if INTERRUPT not in keys:
+                os.write(keyboard, keys)
+            elif state == PROMPT:  # no process group belongs to the pseudo-terminal
+                os.kill(pid, signal.SIGINT)
             else:
-                with contextlib.suppress(BlockingIOError):  # keys beyond the kernel's buffer are lost
-                    os.write(keyboard, keys)
+                return False
+    return False

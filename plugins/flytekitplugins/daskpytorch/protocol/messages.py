@@ -133,8 +133,6 @@ class Debugged:
     folder: str | None = None
     """The agent's folder if the driver may attach its terminal there."""
     needs_terminal: bool = False
-    steps: bool = False
-    """The rank has left the prompt, and soon shows its next one, as after `next`."""
 
 
 @dataclass(frozen=True)

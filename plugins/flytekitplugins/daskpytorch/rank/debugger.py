@@ -1,7 +1,8 @@
 """Debuggers in a rank: `breakpoint()` at a terminal, or an editor that attaches. Runs in a rank.
 
 A rank that calls pdb waits until the driver or `daskpytorch attach` attaches a terminal. While a prompt is shown, a
-pseudo-terminal is its standard input, output and error.
+pseudo-terminal is its standard input, output and error: pdb, readline and the user's own `input()` work as at any
+terminal. The attached terminal's process has the other end, and passes keys and output on.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import contextlib
 import fcntl
 import functools
 import os
-import signal
+import select
 import socket
 import sys
 import termios
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, INTERRUPT, PORTS_VARIABLE, RankFile, listen
+from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, PROMPT, STEPS, RankFile, listen
 from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.settings import DEBUG_VARIABLE
 
@@ -40,16 +40,21 @@ HOST = "127.0.0.1"
 """Only loopback, as whoever connects can run any code."""
 
 
+MAX_STALL = 1.0
+
+
 class Prompt:
     def __init__(self, order: RankOrder, send: Callable[[messages.ShortReport], None]) -> None:
         self.rank = order.place.rank
-        self.folder = Path(order.scratch)
-        self.timeout = order.job.settings.attach_timeout
-        self._gang = order.job.gang
-        self._send = send
-        self._terminal: PseudoTerminal | None = None
         self.pid = os.getpid()
         self.failure: Failure | None = None
+        self._folder = Path(order.scratch)
+        self._timeout = order.job.settings.attach_timeout
+        self._gang = order.job.gang
+        self._send = send
+        self._where = ""
+        self._listener: socket.socket | None = None
+        self._terminal: _Terminal | None = None
         self._describe()
 
     def hold(self, error: BaseException, failure: Failure) -> None:
@@ -71,38 +76,98 @@ class Prompt:
             self.failure = None
 
     def show(self, where: str, interact: Callable[[], bool]) -> None:
-        """Call `interact` with the pseudo-terminal as standard input, output and error.
+        """Call `interact` with an attached terminal as standard input, output and error, again if that is closed.
 
-        `interact` returns True if the next prompt follows soon. Raises `NoDebuggerError` if no terminal was attached in
-        time.
+        `interact` returns True if the next prompt follows soon: the terminal then leaves by itself after a second.
+        Raises `NoDebuggerError` if no terminal was attached in time.
         """
-        terminal = self._terminal = self._terminal or PseudoTerminal(self)
+        self._where, steps = where, False
         self._describe(where)
-        # Nobody may sit at the driver's terminal when a rank fails.
-        folder = str(self.folder) if self.failure is None else None
-        steps = False
+        self._listener = self._listener or listen(self._folder, self.rank)
+        kept = [os.dup(number) for number in range(3)]
         try:
-            with terminal.prompt():
-                self._send(messages.Debugged(where, folder, needs_terminal=not terminal.is_attached))
-                steps = interact()
-            if terminal.is_given_up:
-                raise self._no_debugger(where)
+            while True:
+                try:
+                    self._attach(self._listener)
+                    steps = interact()
+                    break
+                except OSError:
+                    if self.has_terminal():
+                        raise
         finally:
-            if not steps:
-                self._describe()
-                terminal.leave()
-            self._send(messages.Debugged(steps=steps))
+            _flush_output()
+            for number, descriptor in enumerate(kept):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            if self._terminal is not None and steps:
+                self._terminal.tell(STEPS)
+            else:
+                self._hang_up()
+            self._describe()
+            self._send(messages.Debugged())
+
+    def has_terminal(self) -> bool:
+        return self._terminal is not None and self._terminal.is_open()
+
+    def _attach(self, listener: socket.socket) -> None:
+        # Nobody may sit at the driver's terminal when a rank fails.
+        folder = str(self._folder) if self.failure is None else None
+        _flush_output()
+        if not self.has_terminal():
+            self._hang_up()
+            _await_agent()  # the agent shows the rank's earlier output before the prompt
+            self._send(messages.Debugged(self._where, folder, needs_terminal=not wait([listener], 0)))
+            listener.settimeout(self._timeout)
+            try:
+                self._terminal = _Terminal(listener.accept()[0])
+            except TimeoutError:
+                raise self._no_debugger() from None
+        self._send(messages.Debugged(self._where, folder))
+        if self._terminal is not None:
+            self._terminal.tell(PROMPT)
+            for number in range(3):
+                os.dup2(self._terminal.descriptor, number)
+
+    def _hang_up(self) -> None:
+        if self._terminal is not None:
+            self._terminal.close()
+            self._terminal = None
 
     def _describe(self, prompt: str = "") -> None:
-        RankFile(gang=self._gang, rank=self.rank, pid=self.pid, prompt=prompt).write(self.folder)
+        RankFile(gang=self._gang, rank=self.rank, pid=self.pid, prompt=prompt).write(self._folder)
 
-    def _no_debugger(self, where: str) -> NoDebuggerError:
+    def _no_debugger(self) -> NoDebuggerError:
         return NoDebuggerError(
-            f"rank {self.rank} {where}, and for {self.timeout:g} s (Gang(attach_timeout=...)) no terminal was "
+            f"rank {self.rank} {self._where}, and for {self._timeout:g} s (Gang(attach_timeout=...)) no terminal was "
             f"attached to its debugger, as by `daskpytorch attach {self.rank}` on its machine, {os.uname().nodename}. "
             f"Or run in a terminal of that machine, or with {DEBUG_VARIABLE}=1 in the calling process, or with an "
             f"editor and {PORTS_VARIABLE}={self.rank}:5678. PYTHONBREAKPOINT=0 passes breakpoint() over."
         )
+
+
+class _Terminal:
+    """An attached terminal, whose process has the other end of this pseudo-terminal."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        others, self.descriptor = os.openpty()
+        try:
+            socket.send_fds(connection, [PROMPT], [others])
+        finally:
+            os.close(others)
+
+    def is_open(self) -> bool:
+        poll = select.poll()
+        poll.register(self.descriptor, 0)
+        return not poll.poll(0)  # else a hang-up
+
+    def tell(self, state: bytes) -> None:
+        with contextlib.suppress(OSError):  # the terminal's process has ended
+            self._connection.send(state)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        self._connection.close()
 
 
 def watch_pdb(prompt: Prompt) -> None:
@@ -127,7 +192,13 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
 
         prompt.show(_place_of(frame, prompt.failure), interact)
 
-    pdb.Pdb.interaction = interaction
+    def end_input(self: Any, arg: str) -> Any:
+        if os.getpid() == prompt.pid and not prompt.has_terminal():
+            raise ConnectionResetError("the terminal was closed")
+        return usual_end(self, arg)
+
+    usual_end = pdb.Pdb.do_EOF
+    pdb.Pdb.interaction, pdb.Pdb.do_EOF = interaction, end_input
 
 
 def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
@@ -165,125 +236,14 @@ def wait_for_editor(order: RankOrder, send: Callable[[messages.ShortReport], Non
     debugpy.wait_for_client()  # noqa: T100
 
 
-# ---- The pseudo-terminal
-#
-# pdb, readline and the user's own `input()` work as at any terminal. The attached terminal's process serves the
-# pseudo-terminal: it passes keys and output on, and can come and go without the rank's notice.
-
-KEPT_FOR = 1.0
-"""Seconds that a stepping rank keeps the driver's terminal, as a step over a collective may need another rank."""
-LOOK_INTERVAL = 0.5
-GREET_TIME = 1.0
-MAX_STALL = 1.0
-END_INPUT = b"\x15\x04"
-"""Ctrl-U and Ctrl-D, which end a prompt's input."""
-
-
-class PseudoTerminal:
-    """Served by the process of the attached terminal."""
-
-    is_given_up = False
-
-    def __init__(self, of: Prompt) -> None:
-        self._prompt = of
-        self._master, self._slave = os.openpty()
-        os.set_blocking(self._master, False)  # keys beyond the kernel's buffer are lost
-        self._listener = listen(of.folder, of.rank)
-        self._attached: socket.socket | None = None
-        self._is_drivers = False
-        self._is_at_prompt = False
-        self._is_read = False
-        self._since = 0.0
-        threading.Thread(target=self._serve, name="daskpytorch-terminal", daemon=True).start()
-
-    @property
-    def is_attached(self) -> bool:
-        return self._attached is not None
-
-    @contextlib.contextmanager
-    def prompt(self) -> Iterator[None]:
-        _flush_output()
-        _wait_until_read(1)  # the agent shows the rank's earlier output before the prompt
-        kept = [os.dup(number) for number in range(3)]
-        for number in range(3):
-            os.dup2(self._slave, number)
-        self.is_given_up, self._is_read = False, self.is_attached
-        self._since, self._is_at_prompt = time.monotonic(), True
-        try:
-            yield
-        finally:
-            self._is_at_prompt, self._since = False, time.monotonic()
-            _flush_output()
-            if self.is_attached:
-                _wait_until_read(self._master)
-            for number, descriptor in enumerate(kept):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-
-    def leave(self) -> None:
-        if self._is_drivers:
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        attached, self._attached = self._attached, None
-        if attached is not None:
-            with contextlib.suppress(OSError):  # the terminal's process has ended
-                attached.shutdown(socket.SHUT_RDWR)
-
-    # ---- in the thread of this terminal
-
-    def _serve(self) -> None:
-        while True:
-            attached = self._attached
-            ready = wait([self._listener, *([attached] if attached is not None else [])], LOOK_INTERVAL)
-            if self._listener in ready:
-                self._welcome()
-            elif attached is not None and attached in ready:
-                self._heed(attached)
-            self._keep_time(time.monotonic())
-
-    def _welcome(self) -> None:
-        attaching, _ = self._listener.accept()
-        attaching.settimeout(GREET_TIME)
-        with contextlib.suppress(OSError):
-            is_drivers = attaching.recv(1) == DRIVER
-            if is_drivers and self.is_attached:  # a user was faster
-                attaching.close()
-                return
-            self._hang_up()
-            socket.send_fds(attaching, [DRIVER], [self._master])
-            if self._is_read:
-                os.write(self._slave, f"(Pdb rank {self._prompt.rank}) ".encode())
-            self._attached, self._is_drivers, self._is_read = attaching, is_drivers, True
-
-    def _heed(self, attached: socket.socket) -> None:
-        key = b""
-        with contextlib.suppress(OSError):
-            key = attached.recv(1)
-        if key == INTERRUPT and self._is_at_prompt:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        else:
-            self._hang_up()
-
-    def _keep_time(self, now: float) -> None:
-        if not self._is_at_prompt:
-            if self._is_drivers and now >= self._since + KEPT_FOR:
-                self._hang_up()
-            return
-        self._since = now if self.is_attached else self._since
-        if now >= self._since + self._prompt.timeout:
-            self.is_given_up = True
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._master, END_INPUT)
-
-
 def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError):  # a closed terminal
+            stream.flush()
 
 
-def _wait_until_read(descriptor: int) -> None:
+def _await_agent() -> None:
     deadline = time.monotonic() + MAX_STALL
     with contextlib.suppress(OSError):
-        while any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
+        while any(fcntl.ioctl(1, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
             time.sleep(0.005)

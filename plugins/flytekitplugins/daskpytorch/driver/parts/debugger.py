@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol import journal
-from flytekitplugins.daskpytorch.protocol.debugging import DRIVER, Debugging, has_terminal, talk
+from flytekitplugins.daskpytorch.protocol.debugging import Debugging, has_terminal, talk
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Debugged
@@ -46,10 +46,9 @@ class Debugger(Part):
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         match report:
-            case Debugged(state="", steps=steps):
+            case Debugged(state=""):
                 attempt.excuse()
-                if not steps:
-                    self._debugged.pop(rank, None)
+                self._debugged.pop(rank, None)
             case Debugged():
                 self._debugged[rank] = report
                 if report.needs_terminal:
@@ -87,7 +86,7 @@ class Debugger(Part):
             is_shown.wait(END_TIME)  # other lines must not mix with pdb's
             has_left = False
             with contextlib.suppress(OSError, termios.error):  # the rank has ended, or has another terminal
-                has_left = talk(Path(folder), rank, DRIVER)
+                has_left = talk(Path(folder), rank)
             self._is_talking = False
             self._post(partial(self._show, None))
         if has_left:
