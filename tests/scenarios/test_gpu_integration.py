@@ -151,23 +151,20 @@ def add_up(device: str) -> float:
     return total.item()
 
 
-def check_by_nvml(device: str) -> tuple[dict[str, object] | None, list[str]]:
-    """NVML's answers about the rank's own GPU, and its faults."""
+def check_by_nvml(device: str) -> tuple[tuple[int | None, float | None], list[str]]:
+    """Memory and utilisation of the rank's own GPU, and its faults."""
     uuid = str(torch.cuda.get_device_properties(current_rank().device).uuid)
-    if (gpu := own_gpu.find_gpu(uuid)) is None:
-        return None, own_gpu.faults_of(uuid)
-    answers = (gpu.memory, gpu.ecc_errors, gpu.recovery, gpu.remapping)
-    return {answer.__name__: answer() for answer in answers}, own_gpu.faults_of(uuid)
+    return own_gpu.usage(uuid), own_gpu.faults_of(uuid)
 
 
 @only_cuda
 def test_the_check_before_the_use_of_a_gpu_finds_no_fault(
     run: Run, record_property: Callable[[str, object], None]
 ) -> None:
-    for answers, faults in run(check_by_nvml).result():
-        record_property("NVML", str(answers))
+    for (memory, utilization), faults in run(check_by_nvml).result():
+        record_property("NVML", str((memory, utilization)))
         assert faults == []
-        assert answers is not None
+        assert memory
     for check in ("off", "quick", "off", "quick"):
         began = time.monotonic()
         run(add_up, gpu_check=check).result()
