@@ -1,11 +1,9 @@
-"""Scripts without standard streams, at Ctrl-C, and at signals to all their processes."""
+"""Scripts at Ctrl-C, and at signals to all their processes."""
 
 import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,20 +15,6 @@ from processes import end, nothing_left_behind, until, warm_python
 from warm import Program
 
 SCRIPT = REPOSITORY / "tests/support/driving.py"
-
-
-@pytest.mark.parametrize(
-    ("how", "closed"),
-    [("processes", "2>&-"), ("task", ">&-"), ("threads", "<&- >&- 2>&-")],
-)
-def test_closed_standard_streams_are_nothing_to_a_gang(how: str, closed: str, tmp_path: Path) -> None:
-    command = f'exec "{sys.executable}" "{SCRIPT}" {how} "{tmp_path}" once {closed}'
-    with nothing_left_behind():
-        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "results").read_text() == ("[2.0]" if how == "task" else "[2.0, 2.0]")
-    assert "Traceback" not in done.stdout + done.stderr
-    assert ("by C code" in done.stderr) == ("2>" not in closed)
 
 
 def interrupt(process: Program) -> None:

@@ -34,7 +34,6 @@ NAMES = [*HOMES, *OF_FLYTE]
 if not TYPE_CHECKING:  # type checkers go by the imports above
     __all__ = NAMES  # noqa: PLE0605
 
-streams.open_closed()  # before sockets are opened, and in the fork server before its ranks' channels
 streams.set_up()
 
 

@@ -33,23 +33,6 @@ SIGNATURE = re.compile(r"(?i)([?&](?:[\w-]*(?:signature|token|secret|password|ap
 HIDDEN = "(hidden)"
 
 
-def open_closed() -> None:
-    """Open the null device in place of standard streams that are closed (`2>&-`).
-
-    Otherwise a socket could get the descriptor 2, and C code would write its errors to this socket.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, f"__{name}__") is None and getattr(sys, name) is None:
-            setattr(sys, name, _nowhere(number, "w" if number else "r"))
-
-
-def _nowhere(number: int, mode: str) -> object:
-    found = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
-    if found == number:
-        os.set_inheritable(found, True)
-    return os.fdopen(found, mode, closefd=False)
-
-
 class Screen:
     """Standard error or output, whose writes never fail, so that no training fails because of its display."""
 
