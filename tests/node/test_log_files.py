@@ -43,18 +43,6 @@ def test_a_full_disk_is_told_once_and_ends_all_files(tmp_path: Path) -> None:
     assert str(folder / "g") in message
 
 
-def test_a_file_in_the_place_of_the_folder_is_told_and_the_output_goes_on(tmp_path: Path) -> None:
-    told: list[str] = []
-    (tmp_path / "file").touch()
-    logs = LogFiles(tmp_path / "file" / "g", told.append)
-    for copy in logs.copies(0, 0):
-        copy(b"line\n")
-    logs.close()
-    [message] = told
-    assert "Not a directory" in message
-    assert logs.place(0, 0) == ""
-
-
 def fifo_in(folder: Path) -> Path:
     """Make rank 0's file of standard output a named pipe, in which a write waits until the pipe has a reader."""
     fifo = folder / "g" / "attempt_0" / "0" / "stdout.log"
@@ -78,22 +66,3 @@ def test_a_disk_that_hangs_does_not_delay_the_agent(tmp_path: Path, monkeypatch:
     until(lambda: not writing(), "the thread to end")
     assert told == [message]
     assert not open_below(tmp_path)
-
-
-def test_a_slow_disk_gets_the_end_of_the_output_after_the_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "CLOSE_TIMEOUT", 0.1)
-    told: list[str] = []
-    fifo = fifo_in(tmp_path)
-    logs = LogFiles(tmp_path / "g", told.append)
-    out, _ = logs.copies(0, 0)
-    for line in (b"line\n", b"end\n"):
-        out(line)
-    logs.close()
-    written = fifo.read_bytes()
-    while not written.endswith(b"end\n"):  # a reader gets end-of-file between two lines
-        written += fifo.read_bytes()
-    assert written == b"line\nend\n"
-    until(lambda: not writing(), "the thread to end")
-    assert told == []

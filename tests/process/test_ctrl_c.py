@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -75,18 +74,6 @@ def test_what_a_process_ignores_stays_ignored(handler: signal.Handlers) -> None:
     signal.signal(signal.SIGINT, handler)
     with CtrlC().heeded():
         assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_another_thread_leaves_signals_alone() -> None:
-    def run() -> None:
-        with CtrlC().heeded():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    seen: list[object] = []
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler]
 
 
 @pytest.mark.parametrize("where", ["within", "after"])

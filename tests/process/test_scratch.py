@@ -15,7 +15,7 @@ import pytest
 
 from flytekitplugins.daskpytorch.process import folders as scratch
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
-from processes import end, is_alive, nothing_left_behind, until
+from processes import end, is_alive, until
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -116,27 +116,3 @@ with scratch_folder("daskpytorch-parent-"):
             time.sleep(600)
     time.sleep(600)
 """
-
-
-DRIVER = """
-import sys
-from pathlib import Path
-
-import fault_training as ft
-
-with ft.watching(Path(sys.argv[1])) as launch:
-    launch(2, "wait").futures.result()
-"""
-
-
-def test_the_next_process_removes_what_a_driver_leaves_that_is_killed_with_a_checkpoint(
-    start: type[subprocess.Popen[str]], tmp_path: Path, temporary: Path
-) -> None:
-    with nothing_left_behind():
-        driver = start(DRIVER, str(tmp_path / "traces"))
-        until(lambda: (tmp_path / "traces" / "broken").exists() or driver.poll() is not None, "the gang to wait")
-        assert list(temporary.glob("daskpytorch-checkpoints-*/step-4-*"))
-        assert "checkpoints" in folders_after_another(temporary)
-        driver.kill()
-        driver.wait()
-    assert folders_after_another(temporary) == []

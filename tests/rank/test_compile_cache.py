@@ -2,13 +2,11 @@
 
 import os
 import threading
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.protocol.files import Files
@@ -80,17 +78,6 @@ def test_last_rank_of_a_machine_stores_what_all_have_built(tmp_path: Path, monke
     assert Node(tmp_path / "next", str(tmp_path / "store")).files() == {GRAPH: b"graph"}
 
 
-def test_files_go_through_a_bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compile_cache.VARIABLE, "")
-    uri = f"{s3}/compiled-{uuid.uuid4().hex}"
-    first = Node(tmp_path / "first", uri)
-    first.build(LIBRARY, b"library")
-    first.cache.close()
-    second = Node(tmp_path / "second", uri)
-    assert second.files() == {LIBRARY: b"library"}, second.notes
-    second.cache.close()
-
-
 def test_file_that_a_compiler_may_still_write_waits_for_the_end(node: Make, tmp_path: Path) -> None:
     first = node("first")
     first.build(LIBRARY, b"libr")
@@ -134,18 +121,6 @@ def test_files_of_another_torch_or_machine_are_left_alone(
     monkeypatch.setattr(compile_cache, "_kind", lambda: "torch-9-other")
     assert not node("second").files()
     assert len(stored(tmp_path)) == 1
-
-
-def test_gpu_that_the_function_initialises_does_not_change_the_place(
-    node: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = node("first")
-    first.build(LIBRARY, b"library")
-    with monkeypatch.context() as changed:
-        changed.setattr(torch.cuda, "is_initialized", lambda: True)
-        changed.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
-        first.cache.close()
-    assert node("second").files() == {LIBRARY: b"library"}
 
 
 def test_files_that_another_user_can_have_written_are_not_loaded(node: Make, tmp_path: Path) -> None:

@@ -72,13 +72,6 @@ def test_function_that_returns_earlier_leaves_what_there_is(tmp_path: Path) -> N
     assert num_steps_in(trace) == 3
 
 
-def test_steps_that_are_never_reached_leave_nothing(tmp_path: Path) -> None:
-    taken = Taken(tmp_path, steps=(20, 30))
-    with taken.watching:
-        train(4)
-    assert (taken.results, taken.notes) == ({}, [])
-
-
 def test_what_fails_costs_a_line_and_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     taken = Taken(tmp_path / "missing", steps=(1, 2), folder=str(tmp_path))
     with taken.watching:
