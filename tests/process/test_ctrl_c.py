@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from flytekitplugins.daskpytorch.process import signals as module
-from flytekitplugins.daskpytorch.process.signals import CtrlC
+from flytekitplugins.daskpytorch.process import ending as module
+from flytekitplugins.daskpytorch.process.ending import CtrlC
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_what_a_process_ignores_stays_ignored(handler: signal.Handlers) -> None:
 def test_a_second_one_ends_the_process_at_once(where: str) -> None:
     program = f"""
 import contextlib, os, signal, time
-from flytekitplugins.daskpytorch.process.signals import CtrlC
+from flytekitplugins.daskpytorch.process.ending import CtrlC
 ctrl_c = CtrlC()
 def press(): os.kill(os.getpid(), signal.SIGINT)
 with contextlib.suppress(KeyboardInterrupt), ctrl_c.heeded(), ctrl_c.ends(lambda: print("told", flush=True)):

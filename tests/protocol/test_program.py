@@ -145,20 +145,20 @@ from pathlib import Path
 sys.modules.pop("flytekitplugins", None)  # as the fork server does
 from flytekitplugins.daskpytorch.protocol import code as code_module
 from flytekitplugins.daskpytorch.protocol.function import unpack_call
-from flytekitplugins.daskpytorch.rank import sources as rank_sources
+from flytekitplugins.daskpytorch.rank import program
 
 source, folder, *names = sys.argv[1:]
 code, calls = pickle.loads(Path(source).read_bytes())
 sources = code_module.place_code(code, Path(folder))
-rank_sources.import_first_from(sources)
-rank_sources.set_up_program(code.program, sources.script)
+program.import_first_from(sources)
+program.set_up_program(code.program, sources.script)
 results = {}
 for name in names:
     call = unpack_call(calls[name])
     try:
         results[name] = call()
     except Exception as error:
-        rank_sources.explain(error, sources)
+        program.explain(error, sources)
         results[name] = [type(error).__name__, *getattr(error, "__notes__", ())]
 Path(folder, "results").write_bytes(pickle.dumps(results))
 """

@@ -6,12 +6,12 @@ import textwrap
 from pathlib import Path
 
 RANK = r"""
+    import contextlib
     import os
     import signal
     import socket
     import sys
     import threading
-    from multiprocessing.connection import wait
     from pathlib import Path
     from types import SimpleNamespace
 
@@ -28,11 +28,12 @@ RANK = r"""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(f"{folder}/debugger-0")
         _, [keyboard], *_ = socket.recv_fds(connection, 1, 1)
-        while wait([keyboard, connection]) == [keyboard]:
-            shown += os.read(keyboard, 1000)
-            if todo and b"(Pdb rank 0) " in shown:
-                shown = b""
-                todo.pop(0)(keyboard)
+        with contextlib.suppress(OSError):  # the rank leaves its prompt
+            while True:
+                shown += os.read(keyboard, 1000)
+                if todo and b"(Pdb rank 0) " in shown:
+                    shown = b""
+                    todo.pop(0)(keyboard)
 
 
     def fail(*_):

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import state
 from flytekitplugins.daskpytorch.driver.state import Deadlines
-from flytekitplugins.daskpytorch.process import program_end
+from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.rank import session
 from processes import until
 
@@ -167,7 +167,7 @@ def touch_later(path: Path) -> None:
 
 def never_end(how: str) -> str:
     """Return while something goes on for ever."""
-    program_end.NOTICE_AFTER, program_end.MAX_WAIT = 0.5, 1.5
+    ending.NOTICE_AFTER, ending.MAX_WAIT = 0.5, 1.5
     match how:
         case "thread":
             threading.Thread(target=time.sleep, args=(600,), name="feeder").start()

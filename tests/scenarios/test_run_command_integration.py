@@ -193,9 +193,9 @@ def test_the_exit_code_of_a_programs_process_counts_and_nothing_is_trained_again
     (folder / "ends.py").write_text(
         textwrap.dedent(f"""
             import atexit, os, sys, threading, time
-            from flytekitplugins.daskpytorch.process import program_end
+            from flytekitplugins.daskpytorch.process import ending
 
-            program_end.NOTICE_AFTER, program_end.MAX_WAIT = 0.5, 1.0
+            ending.NOTICE_AFTER, ending.MAX_WAIT = 0.5, 1.0
             open(f"ran-{{os.environ['RANK']}}", "a").write("once")
             {end}
         """)

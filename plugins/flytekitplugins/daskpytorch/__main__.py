@@ -11,7 +11,7 @@ from importlib import import_module
 
 import click
 
-from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
+from flytekitplugins.daskpytorch.process.ending import EXIT_CODE
 
 COMMANDS = {"run": "run_command", "show": "display.journal_file", "doctor": "doctor"}
 """Module of each command that is not here. The command's name is also its function's."""

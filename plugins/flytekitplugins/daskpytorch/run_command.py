@@ -19,7 +19,7 @@ import click
 from flytekitplugins.daskpytorch.display.terminal import Board
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.process.signals import EXIT_CODE
+from flytekitplugins.daskpytorch.process.ending import EXIT_CODE
 from flytekitplugins.daskpytorch.process.streams import Screen, say
 from flytekitplugins.daskpytorch.protocol.script import Script, module_of, script_of
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.process.signals import CtrlC
+from flytekitplugins.daskpytorch.process.ending import CtrlC
 from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
 from flytekitplugins.daskpytorch.task.process import is_worthwhile
 from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD

@@ -21,13 +21,13 @@ from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment
 from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, StopRequest, is_complete, is_late
 from flytekitplugins.daskpytorch.errors import GangCancelledError, Kind, PreemptedError, WorkerLostError
-from flytekitplugins.daskpytorch.process import program_end
+from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.code import Code
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
-MAX_LEAVE_WAIT = 75.0 + program_end.MAX_WAIT
+MAX_LEAVE_WAIT = 75.0 + ending.MAX_WAIT
 """Seconds between the last rank's result and its exit, for rank 0's observers and Python's exit."""
 SETTLE_TIME = 0.2
 """Seconds between a worker's loss and a restart with fewer workers, as more losses often follow."""

@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangStartError
-from flytekitplugins.daskpytorch.process.signals import deferred
+from flytekitplugins.daskpytorch.process.ending import deferred
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 
 F = TypeVar("F", bound=Future[Any])

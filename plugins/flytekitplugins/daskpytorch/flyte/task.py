@@ -35,7 +35,7 @@ from flytekitplugins.daskpytorch.checks import Rule
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.flyte.context import HOST
-from flytekitplugins.daskpytorch.process.signals import CtrlC
+from flytekitplugins.daskpytorch.process.ending import CtrlC
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.function import check_function
 from flytekitplugins.daskpytorch.protocol.host import known_to_threads

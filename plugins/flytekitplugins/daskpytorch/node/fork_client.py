@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from flytekitplugins.daskpytorch.node import fork_server
-from flytekitplugins.daskpytorch.process import signals
+from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.process.system import NANNYS_MARK, check_system, path_here, without_nannys
 
 END_TIMEOUT = 10.0
@@ -184,7 +184,7 @@ def _start() -> _Owned:
         kept = without_nannys(os.environ)
         env = {name: value for name, value in os.environ.items() if name != NANNYS_MARK or name in kept}
         _ranks.clear()  # ranks of an earlier server have ended with it
-        with signals.sigterm_held_back():
+        with ending.sigterm_held_back():
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, env=env
             )

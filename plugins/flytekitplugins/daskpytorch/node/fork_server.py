@@ -36,7 +36,7 @@ from typing import NoReturn
 
 from wrapt import register_post_import_hook
 
-from flytekitplugins.daskpytorch.process import signals
+from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.process.system import kill_session, needs_fresh_interpreter, optional
 
 MAX_PACKET = 4096
@@ -228,7 +228,7 @@ class _Server:
 def _be_rank(to_agent: Connection) -> NoReturn:
     status = 1
     try:
-        signals.leave_sigterm_to_parent()
+        ending.leave_sigterm_to_parent()
         from flytekitplugins.daskpytorch.rank import main as rank_main
 
         status = rank_main.main(to_agent)

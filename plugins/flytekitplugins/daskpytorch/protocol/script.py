@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from flytekitplugins.daskpytorch.process import program_end
+from flytekitplugins.daskpytorch.process import ending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def run_module(name: str, *args: object) -> None:
 
 
 def finished() -> contextlib.AbstractContextManager[None]:
-    return program_end.finished("the program", program_end.MAX_WAIT if _place.is_rank else None)
+    return ending.finished("the program", ending.MAX_WAIT if _place.is_rank else None)
 
 
 def _run_module(name: str, args: Sequence[object], folder: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from flytekitplugins.daskpytorch.process import signals
+from flytekitplugins.daskpytorch.process import ending
 
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 
@@ -165,7 +165,7 @@ def shield() -> None:
 
 
 def _begin(given: Callable[[int], None] | None, worker: int) -> None:
-    signals.leave_sigterm_to_parent()
+    ending.leave_sigterm_to_parent()
     if given is not None:
         given(worker)
 

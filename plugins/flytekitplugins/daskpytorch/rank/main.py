@@ -16,14 +16,14 @@ from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.process import program_end
+from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.process.system import show_as
 from flytekitplugins.daskpytorch.protocol import messages, script
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder
-from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, process_group, sources
+from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, process_group, program
 from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
 from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
 from flytekitplugins.daskpytorch.rank.session import (
@@ -106,7 +106,7 @@ def _explained(
     is_final: bool = False,
 ) -> Failure:
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
-    sources.explain(error, order.sources)
+    program.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
     failure = failure_of(error, at, link, is_final=is_final)
     if prompt is not None and order.job.settings.on_error == "hold":
@@ -129,7 +129,7 @@ def _obey(channel: Connection, session: Session, link: GangLink, prompt: debugge
     if link.has_failed and held is None:
         for seconds in (FIRST_FLUSH, EXIT_TIME):
             time.sleep(max(0.0, min(seconds, latest - time.monotonic())))
-            program_end.flush_files()
+            ending.flush_files()
             link.has_closed_observers.wait(latest - time.monotonic())  # the main thread closes them
         if link.has_reported:
             os._exit(STOPPED)
@@ -151,10 +151,8 @@ def _unpack(order: RankOrder, link: GangLink, session: Session, prompt: debugger
     """
     try:
         if order.job.call is None:
-            from flytekitplugins.daskpytorch.rank.calls import Server
-
             explained = functools.partial(_explained, order, link, prompt)
-            session.server = Server(link, session.rank.stop_signal, explained)
+            session.server = program.Server(link, session.rank.stop_signal, explained)
             return functools.partial(session.server.serve)
         with link.opened(order.job.call) as data:
             return unpack_call(data)
@@ -172,8 +170,8 @@ def _settle_in(order: RankOrder) -> None:
     libraries.guide()
     os.chdir(order.directory)
     sys.path[:] = order.path
-    sources.import_first_from(order.sources)
-    sources.set_up_program(order.program, order.sources.script)
+    program.import_first_from(order.sources)
+    program.set_up_program(order.program, order.sources.script)
     script.set_place(order.sources.script, order.sources.originals, process_group.set_aside)
     liveness.expect_questions()
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level

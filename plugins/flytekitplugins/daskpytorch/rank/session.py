@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from flytekitplugins.daskpytorch.context import RankAttempt, RankContext
-from flytekitplugins.daskpytorch.process import program_end, signals
+from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.rank.usage import Gauge
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.rank.calls import Server
+    from flytekitplugins.daskpytorch.rank.program import Server
 
 
 class Session:
@@ -127,7 +127,7 @@ class Session:
             case Question.COLLECTIVES:
                 value = liveness.recall(is_over=self._is_over)
             case Question.HOLD:
-                is_handled = asked.about is not None and signals.is_handled(asked.about)
+                is_handled = asked.about is not None and ending.is_handled(asked.about)
                 value = self.rank.stop_signal.hold(), is_handled
         self._link.send(Answer(asked.question, asked.number, value))
 
@@ -155,7 +155,7 @@ LOOK_INTERVAL = 0.1
 
 
 def leaves_early(link: GangLink) -> bool:
-    while program_end.has_work():
+    while ending.has_work():
         if link.ended.wait(LOOK_INTERVAL):
             return False
     return not link.ended.wait(GRACE)
@@ -167,7 +167,7 @@ def close_connections(store_port: int | None) -> None:
     Ends TCP connections but those of Python's sockets and the rendezvous store. gloo has no other way: `abort` and
     `shutdown` leave them open, and a group that a variable holds outlives `destroy_process_group` (torch 2.15).
     """
-    pythons = {each.fileno() for each in program_end.instances_of(socket.socket)}
+    pythons = {each.fileno() for each in ending.instances_of(socket.socket)}
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile, or a socket that listens
             if int(file.name) not in pythons and str(file.readlink()).startswith("socket:"):
@@ -185,16 +185,16 @@ def _close(descriptor: int, store_port: int | None) -> None:
 def wind_up(rank: int, link: GangLink, outcome: int) -> None:
     """Close the observers (0: success, 1: failed or stopped), and do what Python does at its exit.
 
-    `os._exit` would skip threads, executors, exit functions and open files. After `program_end.MAX_WAIT` the rank ends
-    regardless, with the exit code `program_end.LATE`.
+    `os._exit` would skip threads, executors, exit functions and open files. After `ending.MAX_WAIT` the rank ends
+    regardless, with the exit code `ending.LATE`.
     """
     link.observers.call("on_end", outcome)
     link.has_closed_observers.set()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without torch's handler, which raises when loader workers end
-    with program_end.watched(f"rank {rank}", program_end.MAX_WAIT):
+    with ending.watched(f"rank {rank}", ending.MAX_WAIT):
         threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - executors, then other threads: 3.11 to 3.14
         atexit._run_exitfuncs()  # noqa: SLF001 - multiprocessing's children among them
         if link.has_failed or link.has_returned:  # a rank that ends with another one must not delay the restart
-            program_end.flush_files()
+            ending.flush_files()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,7 +16,7 @@ from flytekitplugins.daskpytorch.driver.request import Request, names_of_evaluat
 from flytekitplugins.daskpytorch.driver.storage import storage_of
 from flytekitplugins.daskpytorch.errors import GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
-from flytekitplugins.daskpytorch.process.signals import CtrlC
+from flytekitplugins.daskpytorch.process.ending import CtrlC
 from flytekitplugins.daskpytorch.protocol.host import RankHost, current_execution
 from flytekitplugins.daskpytorch.settings import is_debugging, is_local
 from flytekitplugins.daskpytorch.task import local_runs

@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.driver.storage import call_of, keys, storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError
-from flytekitplugins.daskpytorch.process.signals import is_interactive
+from flytekitplugins.daskpytorch.process.ending import is_interactive
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.function import function_of, key_of

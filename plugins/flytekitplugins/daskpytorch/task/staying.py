@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.display.run_state import Logged, RunState
 from flytekitplugins.daskpytorch.driver.futures import TURN, GangFutures, refuse_wait_in
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls, Outcome, StayingCall
 from flytekitplugins.daskpytorch.errors import GangError
-from flytekitplugins.daskpytorch.process.signals import deferred
+from flytekitplugins.daskpytorch.process.ending import deferred
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import pack_code
 from flytekitplugins.daskpytorch.protocol.function import (
