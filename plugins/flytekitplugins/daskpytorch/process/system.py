@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import psutil
-
 from flytekitplugins.daskpytorch.errors import GangStartError
 
 MAX_FILES = 1 << 16
@@ -161,22 +159,8 @@ def _part_read_early(name: str, environment: Mapping[str, str]) -> str | None:
 def without_nannys(environment: Mapping[str, str]) -> dict[str, str]:
     """Leave out variables that a Dask nanny has set, also in its own process, such as a program with a `LocalCluster`.
 
-    A variable is the user's if its value differs from the nanny's, or if the process started with that value.
+    A variable with the nanny's own value counts as the nanny's: `Gang(environment=...)` sets it all the same.
     """
     if NANNYS_MARK not in environment:
         return dict(environment)
-    at_start = _before_nanny()
-    return {
-        name: value
-        for name, value in environment.items()
-        if value != NANNYS_SETTINGS.get(name) or at_start.get(name) == value
-    }
-
-
-def _before_nanny() -> Mapping[str, str]:
-    here = psutil.Process()
-    with contextlib.suppress(psutil.Error):  # another user's process, or it has ended
-        for process in (here, *here.parents()):
-            if NANNYS_MARK not in (at_start := process.environ()):
-                return at_start
-    return {}
+    return {name: value for name, value in environment.items() if value != NANNYS_SETTINGS.get(name)}
