@@ -1,8 +1,8 @@
 """Keeps what `torch.compile` has built in `Gang(compile_cache=...)`. Runs in ranks.
 
 All ranks of a node compile into one folder of their agent: torch names its files by their content, and locks them
-between processes. Ranks fetch the storage's files before the function. The node's first rank stores new ones meanwhile,
-and its last rank at the end.
+between processes. Ranks fetch the storage's files before the function. The node's first rank stores new ones meanwhile
+and at its end.
 """
 
 import contextlib
@@ -44,8 +44,6 @@ class CompileCache:
         self._scratch = Path(order.scratch)
         self._folder = self._scratch / "compiled"
         self._stores = order.place.local_rank == 0
-        self._num_ranks = order.place.local_world_size
-        self._ends = self._scratch / f"compiled-ends-{order.job.attempt}"
         self._kept: set[str] = set()
         self._damaged: set[str] = set()
         """Written again once they are built again."""
@@ -64,13 +62,8 @@ class CompileCache:
             threading.Thread(target=self._keep_storing, name="daskpytorch-compiled", daemon=True).start()
 
     def close(self) -> None:
-        """The last rank of the node stores: the others build nothing then."""
         self._ended.set()
-        if self._uri is None:
-            return
-        with self._ends.open("ab") as ends:
-            ends.write(b"1")
-        if self._ends.stat().st_size >= self._num_ranks and not self._has_done(self._store, END_LIMIT):
+        if self._uri is not None and self._stores and not self._has_done(self._store, END_LIMIT):
             self._note(f"compile_cache={self._uri!r} has not taken all files in {END_LIMIT:g} s: the rank ends")
 
     def _has_done(self, do: Callable[[], None], limit: float) -> bool:
