@@ -18,7 +18,7 @@ import pytest
 from flytekitplugins.daskpytorch import Observer, RankObserver, current_rank
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, LineSplitter, Rank
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.rank import usage
+from flytekitplugins.daskpytorch.rank.usage import Ledger
 from gangs import Notes, on_this_machine
 
 
@@ -52,10 +52,11 @@ def test_rank_0_has_the_time_that_its_trackers_need_and_not_that_of_the_others(t
 
 
 def end_as_program(folder: Path) -> None:
-    def interrupt(*_: object, **__: object) -> None:
+    def interrupt(*_: object) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGINT)
+        return {}
 
-    usage.of_exchange = interrupt  # before the rank has told that the function has returned
+    Ledger.close = interrupt  # type: ignore[method-assign] # before the rank has told that the function has returned
     atexit.register(interrupt)
     atexit.register(os.system, f"grep SigIgn /proc/self/status > {folder}/child")
     sys.exit(0)

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flytekitplugins.daskpytorch.rank import liveness
+from flytekitplugins.daskpytorch.rank import process_group
 
 if not hasattr(c10d, "FlightRecorderHook"):
     pytest.skip("this torch records nccl by itself alone", allow_module_level=True)
@@ -58,7 +58,7 @@ def test_collectives_of_torchs_new_nccl_are_recalled_as_those_of_the_group_nccl(
     world = dist.distributed_c10d._world
     monkeypatch.setitem(world.pg_map, group, ("nccl", world.pg_map[group][1]))
     monkeypatch.setitem(world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
-    recalled = liveness.recall()
+    recalled = process_group.recall()
     assert recalled is not None
     assert recalled.groups == {"the default group (gloo)": 0, "the default group (nccl)": 1}
     newest = recalled.collectives[-1]
@@ -78,7 +78,7 @@ def test_groups_that_a_full_recorder_may_have_forgotten_are_left_out(
     monkeypatch.setattr(c10d, "_dump_fr_trace", forgetful)
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: pickle.dumps({"entries": []}), raising=False)
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
-    recalled = liveness.recall()
+    recalled = process_group.recall()
     assert recalled is not None
     assert recalled.groups == {"the default group (nccl)": 2}
 
@@ -93,7 +93,7 @@ def test_older_torch_that_has_no_such_recorder_still_recalls(group: Any, monkeyp
     monkeypatch.setattr(c10d, "_dump_fr_trace", dump)
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: entries, raising=False)
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
-    recalled = liveness.recall()
+    recalled = process_group.recall()
     assert recalled is not None
     assert recalled.collectives[-1].group == "the default group (nccl)"
 
@@ -110,9 +110,9 @@ def test_rank_reports_before_a_backend_with_abort_hooks_aborts(monkeypatch: pyte
             return Backend()
 
     monkeypatch.setattr(type(dist.distributed_c10d._world), "pg_map", {Group(): ("nccl", None)})
-    monkeypatch.setattr(liveness, "_set_terminate", None)
+    monkeypatch.setattr(process_group, "_set_terminate", None)
     reports: list[str] = []
-    liveness.call_before_abort(lambda: reports.append("reported"))
+    process_group.call_before_abort(lambda: reports.append("reported"))
     [hook] = hooks.values()
     hook()
     assert reports == ["reported"]

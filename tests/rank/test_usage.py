@@ -1,5 +1,6 @@
 """The ledger of a rank's time assigns each second to one use."""
 
+import functools
 import math
 import queue
 import threading
@@ -18,6 +19,7 @@ from clock import Clock
 from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 from flytekitplugins.daskpytorch.records import RankUsage
+from gangs import Notes, on_this_machine
 
 
 @pytest.fixture
@@ -227,14 +229,15 @@ def test_a_compilation_has_seconds_of_its_own() -> None:
     assert min(seconds["stepping"], seconds["evaluation"]) > 0
 
 
-# ---- A hint
+def train(*, together: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    if together:
+        torch.distributed.all_reduce(weight.grad)
+    torch.optim.SGD([weight]).step()
 
 
-@pytest.mark.parametrize(
-    ("num_collectives", "world_size", "is_told"), [(0, 2, True), (1, 2, False), (0, 1, False), (None, 2, False)]
-)
-def test_ranks_that_have_called_no_collective_are_told(
-    num_collectives: int | None, world_size: int, *, is_told: bool
-) -> None:
-    assert (usage.of_exchange(num_collectives, world_size, has_trained=True) is not None) is is_told
-    assert usage.of_exchange(num_collectives, world_size, has_trained=False) is None
+@pytest.mark.parametrize("together", [True, False])
+def test_ranks_that_have_trained_without_any_collective_are_told(*, together: bool) -> None:
+    on_this_machine(functools.partial(train, together=together), observers=[notes := Notes()]).result()
+    assert bool(notes.told("without a single collective among 2 ranks")) is not together

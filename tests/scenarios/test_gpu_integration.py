@@ -26,7 +26,7 @@ from torch import distributed as dist
 from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankUsage, WorkerLostError, current_rank, dispatch
 from flytekitplugins.daskpytorch.node import fork_client, hardware
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.rank import liveness, own_gpu
+from flytekitplugins.daskpytorch.rank import own_gpu, process_group
 from processes import nothing_left_behind
 from warm import start_cold
 
@@ -424,7 +424,7 @@ def recall_collectives(device: str) -> tuple[list[Any], str]:
         dist.all_reduce(torch.ones(4, device=device))
     deadline = time.monotonic() + 10
     while True:
-        recalled = liveness.recall()
+        recalled = process_group.recall()
         newest = recalled.collectives[-3:] if recalled is not None else []
         if time.monotonic() > deadline or (newest and all(each.is_done for each in newest)):
             break

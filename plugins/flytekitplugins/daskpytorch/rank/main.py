@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, w
 from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
 from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
 from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder
-from flytekitplugins.daskpytorch.rank import debugger, libraries, liveness, process_group, program
+from flytekitplugins.daskpytorch.rank import debugger, libraries, process_group, program
 from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
 from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
 from flytekitplugins.daskpytorch.rank.session import (
@@ -32,7 +32,10 @@ from flytekitplugins.daskpytorch.rank.session import (
     EXIT_TIME,
     FIRST_FLUSH,
     Session,
+    expect_questions,
     failure_of,
+    send_collectives,
+    watch,
     wind_up,
 )
 
@@ -61,7 +64,7 @@ def main(channel: Connection) -> int:
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link, session, prompt)
             process_group.meet() if isinstance(call.func, script.Script) else process_group.join()
-            liveness.watch(order, link)
+            watch(order, link)
             with session.at_work():
                 returned = script.completed(lambda: call(**_keywords(order, host)))
                 # A Ctrl-C from now on must not fail the finished function. Child programs would inherit SIG_IGN.
@@ -83,8 +86,8 @@ def _expect(order: RankOrder, link: GangLink, listener: int | None, prompt: debu
     debugger.watch_pdb(prompt)
     debugger.wait_for_editor(order, link.send)
     take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
-    report = functools.partial(liveness.send_collectives, link)
-    on_formed = functools.partial(liveness.call_before_abort, report)
+    report = functools.partial(send_collectives, link)
+    on_formed = functools.partial(process_group.call_before_abort, report)
     process_group.expect(order.place, order.job, take_device, listener, on_formed)
 
 
@@ -173,7 +176,7 @@ def _settle_in(order: RankOrder) -> None:
     program.import_first_from(order.sources)
     program.set_up_program(order.program, order.sources.script)
     script.set_place(order.sources.script, order.sources.originals, process_group.set_aside)
-    liveness.expect_questions()
+    expect_questions()
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP's lists have a number per level
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else order.place.num_threads)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Located, Question
-from flytekitplugins.daskpytorch.rank import liveness, process_group, usage
+from flytekitplugins.daskpytorch.rank import process_group, usage
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.compile_cache import CompileCache
 from flytekitplugins.daskpytorch.rank.link import GangLink
@@ -69,11 +71,13 @@ class Session:
         self.checkpoint.flush()
 
     def _hint_at_exchange(self) -> None:
-        if self._order.job.settings.hints:
-            num_exchanges, has_trained = process_group.num_exchanges(), self._link.ledger.num_steps > 0
-            hint = usage.of_exchange(num_exchanges, self.rank.world_size, has_trained=has_trained)
-            if hint is not None:
-                self._link.send(hint)
+        world_size, has_trained = self.rank.world_size, self._link.ledger.num_steps > 0
+        if has_trained and world_size > 1 and process_group.num_exchanges() == 0:
+            text = (
+                f"has returned without a single collective among {world_size} ranks: if they were to train one model, "
+                "each has trained one of its own. Is it wrapped in DistributedDataParallel?"
+            )
+            self._link.send(messages.Noted(text, "exchange"))
 
     def see_out(self) -> None:
         """Wait until all ranks have finished, then give observers the account of time.
@@ -87,7 +91,7 @@ class Session:
         is_stopped = self.rank.stop_signal.has_fired
         self._is_over = not is_stopped and order.place.world_size > 1 and leaves_early(link)
         if self._is_over and order.job.backend != "nccl":
-            liveness.send_collectives(link)
+            send_collectives(link)
             if order.place.rank:
                 return
             close_connections(order.job.store[1] if order.job.store is not None else None)
@@ -120,12 +124,12 @@ class Session:
         match asked.question:
             case Question.STACKS:
                 num_moves, num_collectives = self._link.progress.num_moves, process_group.num_collectives()
-                stacks = liveness.stacks()
+                stacks = _stacks()
                 if asked.about:
-                    liveness.show(stacks)
+                    _show(stacks)
                 value = Located(num_collectives, stacks, num_moves)
             case Question.COLLECTIVES:
-                value = liveness.recall(is_over=self._is_over)
+                value = process_group.recall(is_over=self._is_over)
             case Question.HOLD:
                 is_handled = asked.about is not None and ending.is_handled(asked.about)
                 value = self.rank.stop_signal.hold(), is_handled
@@ -136,7 +140,64 @@ def failure_of(error: BaseException, at: float, link: GangLink, *, is_final: boo
     """`at`: Unix seconds, by which the driver takes the earliest failure for the cause."""
     position = link.progress.step, link.progress.num_moves_since
     failure = Failure.of(error, at, position, is_final=is_final)
-    return replace(failure, recalled=liveness.recall()) if failure.is_consequence else failure
+    return replace(failure, recalled=process_group.recall()) if failure.is_consequence else failure
+
+
+# ---- Signs of life, and stacks
+
+
+def watch(order: RankOrder, link: GangLink) -> None:
+    pulse, progress = order.job.pulse, link.progress
+    if pulse is None:
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: progress.move())
+
+    def report() -> None:
+        reported = -1
+        while True:
+            if (num_moves := progress.num_moves) != reported:
+                reported = num_moves
+                link.send_moves(reported)
+            time.sleep(pulse)
+
+    threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
+
+
+def send_collectives(link: GangLink) -> None:
+    if (recalled := process_group.recall()) is not None:
+        link.send(recalled)
+
+
+def expect_questions() -> None:
+    """Also, SIGQUIT writes the main thread's stack to the log, a crash in C all stacks."""
+    global _stacks_file
+    faulthandler.enable()
+    # A signal handler that reads other threads' frames while they change may crash (python/cpython#116008).
+    faulthandler.register(signal.SIGQUIT, all_threads=False)
+    _stacks_file = os.memfd_create("stacks")
+
+
+def _stacks() -> str:
+    """Return all threads' stacks, or "" outside a rank's own process. Holds the GIL, so that they do not change."""
+    if _stacks_file is None:
+        return ""
+    os.truncate(_stacks_file, 0)
+    os.lseek(_stacks_file, 0, os.SEEK_SET)
+    faulthandler.dump_traceback(_stacks_file, all_threads=True)
+    return os.pread(_stacks_file, MAX_STACKS, 0).decode(errors="replace")
+
+
+def _show(stacks: str) -> None:
+    """Write to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
+    with contextlib.suppress(OSError):  # standard error may be closed
+        os.write(2, f"\n{stacks}".encode())
+
+
+MAX_STACKS = 64 << 10
+_stacks_file: int | None = None
+"""Descriptor, opened early: a rank that hangs may have too many. None outside a rank's own process."""
 
 
 # ---- The rank's end

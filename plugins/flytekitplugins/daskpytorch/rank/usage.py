@@ -21,7 +21,6 @@ import psutil
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.protocol.host import current_execution
-from flytekitplugins.daskpytorch.protocol.messages import Noted
 from flytekitplugins.daskpytorch.rank import own_gpu
 from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.records import RankUsage
@@ -216,19 +215,6 @@ def _of_gpu(uuid: str) -> tuple[int | None, float | None]:
         return None, None
     # NVML, as many calls of CUDA spoil another thread's capture of a CUDA graph.
     return own_gpu.usage(uuid) if uuid else (None, None)
-
-
-# ---- Hints
-
-
-def of_exchange(num_collectives: int | None, world_size: int, *, has_trained: bool) -> Noted | None:
-    if not has_trained or world_size == 1 or num_collectives != 0:
-        return None
-    return Noted(
-        f"has returned without a single collective among {world_size} ranks: if they were to train one model, each has "
-        "trained one of its own. Is it wrapped in DistributedDataParallel?",
-        "exchange",
-    )
 
 
 # ---- Traces
