@@ -1,7 +1,5 @@
 """A rank's environment has the right variables."""
 
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +7,6 @@ from typing import Any, Literal
 import pytest
 import torch  # noqa: F401 - as in a fork server
 
-from flytekitplugins.daskpytorch.process import system
 from flytekitplugins.daskpytorch.process.system import NANNYS_SETTINGS, needs_fresh_interpreter
 from flytekitplugins.daskpytorch.protocol.job import Job, environment
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
@@ -121,14 +118,6 @@ def test_of_the_allocators_options_only_its_backend_is_read_early(name: str) -> 
     assert not needs_fresh_interpreter({}, segments)
     assert needs_fresh_interpreter(segments, other)
     assert not needs_fresh_interpreter(other, {name: "backend:cudaMallocAsync"})
-
-
-def test_variables_of_a_module_are_read_early_once_the_module_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
-    assert not needs_fresh_interpreter({}, {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
-    monkeypatch.setitem(sys.modules, "torch._inductor.config", os)
-    assert needs_fresh_interpreter({}, {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
-    assert system.changed({}, {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}, system.read_so_far())
 
 
 def test_what_a_nanny_has_set_costs_nothing_and_what_the_user_has_set_counts() -> None:

@@ -85,14 +85,6 @@ def test_each_second_has_one_use(
     assert ledger.num_steps == num_steps
 
 
-def test_a_part_ends_with_an_error_too(ledger: Ledger, clock: Clock) -> None:
-    ledger.step()
-    with pytest.raises(AttributeError), ledger.spending("saving"):
-        happen(ledger, clock, 1.0, "no such act")
-    clock.now += 1.0
-    assert spent(ledger.seconds()) == {"saving": 1.0, "stepping": 1.0}
-
-
 def test_what_other_threads_wait_for_holds_nobody_up(ledger: Ledger, clock: Clock) -> None:
     ledger.step()
 

@@ -92,23 +92,17 @@ def kill_session(pid: int, signum: int) -> None:
 # traces of `getenv` and `os.environ` (torch 2.15, 2026-11-26). NCCL, gloo and CUDA read their variables later, in the
 # rank.
 
-READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_TUNABLES", "LC_ALL", "LC_CTYPE", "LANG")
-"""Prefixes of variables that Python, its loader or the C library reads before any Python code runs."""
-READ_AT_IMPORT = {
-    "torch": (
-        *("TORCH_LOGS", "TORCH_TRACE", "TORCH_DTRACE", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES"),
-        *("TORCH_DISTRIBUTED_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_USE_RTLD_GLOBAL", "TORCH_CUDA_SANITIZER"),
-        *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_", "TORCH_CUSTOM_TERMINATE"),
-        *("TORCH_COMPILE_FORCE_DISABLE_CACHES", "TORCH_COMPILE_JOB_ID", "TORCH_FAKE_TENSOR_", "TORCHEXPORT_"),
-        *("PYTORCH_JIT", "PYTORCH_API_USAGE_STDERR", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
-        *("PYTORCH_HIP_ALLOC_CONF", "OMP_", "GOMP_", "KMP_", "MKL_", "MKLDNN_", "ONEDNN_"),
-        *("DNNL_", "KINETO_USE_DAEMON"),
-    ),
-    "torch._dynamo.config": ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCH_COMPILE_"),
-    "torch._inductor.config": ("TORCHINDUCTOR_", "AOT_INDUCTOR_"),
-    "numpy": ("OPENBLAS_", "NPY_"),
-}
-"""Module -> prefixes of variables that it, or a library that it loads, reads at its import."""
+READ_EARLY = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_TUNABLES", "LC_ALL", "LC_CTYPE", "LANG"),  # before any Python code runs
+    *("TORCH_LOGS", "TORCH_TRACE", "TORCH_DTRACE", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES"),
+    *("TORCH_DISTRIBUTED_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_USE_RTLD_GLOBAL", "TORCH_CUDA_SANITIZER"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_", "TORCH_CUSTOM_TERMINATE"),
+    *("TORCH_COMPILE_", "TORCH_FAKE_TENSOR_", "TORCHEXPORT_", "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_"),
+    *("AOT_INDUCTOR_", "PYTORCH_JIT", "PYTORCH_API_USAGE_STDERR", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("PYTORCH_HIP_ALLOC_CONF", "OMP_", "GOMP_", "KMP_", "MKL_", "MKLDNN_", "ONEDNN_", "DNNL_", "KINETO_USE_DAEMON"),
+    *("OPENBLAS_", "NPY_"),
+)
+"""Prefixes of variables that Python, its loader, the C library, torch or NumPy reads as it starts or is imported."""
 SET_LATER = (
     "PYTHONBREAKPOINT",
     "PYTHONPATH",  # `sys.path` has its folders
@@ -127,25 +121,12 @@ NANNYS_SETTINGS = {NANNYS_MARK: "65536", "OMP_NUM_THREADS": "1", "MKL_NUM_THREAD
 distributed 2026.8."""
 
 
-def read_so_far() -> tuple[str, ...]:
-    return tuple(prefix for module, prefixes in READ_AT_IMPORT.items() if module in sys.modules for prefix in prefixes)
-
-
-def changed(before: Mapping[str, str], after: Mapping[str, str], prefixes: tuple[str, ...]) -> list[str]:
-    return sorted(
-        name
-        for name in {*before, *after}
-        if name.startswith(prefixes)
-        and name not in SET_LATER
-        and _part_read_early(name, before) != _part_read_early(name, after)
-    )
-
-
 def needs_fresh_interpreter(started: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     """Return True if a fork of this process, started with `started`, would get some of its variables too late."""
     by_nanny = {name for name, value in NANNYS_SETTINGS.items() if name not in wanted and started.get(name) == value}
     users = {name: value for name, value in started.items() if name not in by_nanny}
-    return bool(changed(users, wanted, READ_AT_START + read_so_far()))
+    early = {name for name in {*users, *wanted} if name.startswith(READ_EARLY)}.difference(SET_LATER)
+    return any(_part_read_early(name, users) != _part_read_early(name, wanted) for name in early)
 
 
 def _part_read_early(name: str, environment: Mapping[str, str]) -> str | None:
