@@ -128,20 +128,6 @@ def test_no_generator_of_a_rank_is_seeded_as_that_of_another(monkeypatch: pytest
     assert [name for name in first if first[name] == second[name]] == []
 
 
-def test_rank_whose_agent_is_gone_before_its_first_message_ends_with_an_error(client: ForkServerClient) -> None:
-    Rank(client, 0).channel.close()
-    assert client.next_exit() == (0, 1)
-
-
-def test_kill_of_a_rank_that_has_ended_is_ignored(client: ForkServerClient) -> None:
-    Rank(client, 0, Doing(os._exit, 0))
-    assert client.next_exit() == (0, 0)
-    client.kill(0, signal.SIGKILL)
-    client.kill(99, signal.SIGKILL)
-    Rank(client, 1, Doing(os._exit, 5))
-    assert client.next_exit() == (1, 5)
-
-
 def test_what_a_rank_leaves_behind_when_it_ends_is_killed(client: ForkServerClient) -> None:
     rank = Rank.running(client, 0, FAMILY.replace("time.sleep(600)", "os._exit(0)"))
     pids = [int(pid) for pid in rank.line().split()]

@@ -58,11 +58,6 @@ def test_it_is_an_ordinary_python_task_with_shared_memory(options: dict[str, Any
     assert made.extended_resources.shared_memory.mount_path == "/dev/shm"
 
 
-def test_shared_memory_of_a_chosen_size() -> None:
-    made = template(SpawnDDP(), shared_memory="2Gi")
-    assert made.extended_resources.shared_memory.size_limit == "2Gi"
-
-
 def test_shared_memory_that_the_pod_template_mounts_is_left_alone() -> None:
     made = template(SpawnDDP(), pod_template=pod("/dev/shm"))
     assert made == template(None, pod_template=pod("/dev/shm"), **ANNOTATED)

@@ -60,10 +60,11 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
         ({"code": 15}, "NVML's nvmlDeviceGetHandleByUUID says: GPU is lost"),
         ({"code": 16}, "NVML's nvmlDeviceGetHandleByUUID says: GPU requires restart"),
         ({"code": 4}, None),  # no permission
+        ({"others": {"*": {"code": 11}}}, "NVML's nvmlInit says: Interrupt Request Issue"),
         (dict.fromkeys(["ecc", "remap_pending", "recovery", "used"]), None),
     ],
 )
-def test_each_answer_of_nvml_is_read(driver: Describe, answers: dict[str, int | None], fault: str | None) -> None:
+def test_each_answer_of_nvml_is_read(driver: Describe, answers: dict[str, Any], fault: str | None) -> None:
     driver(**answers)
     assert own_gpu.faults_of("1") == ([] if fault is None else [fault])
 
@@ -73,11 +74,6 @@ def test_all_faults_of_a_gpu_are_named(driver: Describe) -> None:
     check = GpuCheck(order_with_gpu())
     with pytest.raises(GpuFaultError, match=r"found: 1 uncorrectable .*; its driver asks for a reset\. Reset the GPU"):
         check.await_nvml()
-
-
-def test_a_driver_that_does_not_work_is_the_gpus_fault(driver: Describe) -> None:
-    driver(others={"*": {"code": 11}})
-    assert own_gpu.faults_of("GPU-1") == ["NVML's nvmlInit says: Interrupt Request Issue"]
 
 
 @pytest.mark.parametrize("code", [9, 18])  # driver not loaded, version mismatch

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -31,15 +30,6 @@ def test_rank_trains_where_torchs_loader_cannot_be_watched(monkeypatch: pytest.M
         assert len(list(DataLoader(range(4)))) == 4  # type: ignore[arg-type]
         optimizer.step()
     assert ledger.num_steps == 1
-
-
-def test_rank_trains_where_its_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "INTERVAL", 0.001)
-    said: list[object] = []
-    with usage.Gauge(0, usage.Ledger()).reporting(1, said.append):
-        while not said:
-            pass
-        monkeypatch.setattr(psutil, "Process", fails)
 
 
 def test_fork_server_goes_on_without_a_module_that_is_missing(

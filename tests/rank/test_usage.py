@@ -143,16 +143,6 @@ def test_torch_makes_the_entries_by_itself_and_no_more_once_it_is_over(ledger: L
     assert ledger.seconds()["data"] == 4.0
 
 
-def test_a_gauge_reads_off_what_this_process_uses(ledger: Ledger) -> None:
-    gauge = Gauge(3, ledger)
-    while gauge.read().cpu == 0:
-        pass
-    read = gauge.read()
-    assert (read.rank, read.num_steps, read.gpu_memory, read.gpu_utilization) == (3, 0, None, None)
-    assert read.memory > 1 << 20
-    assert dict(read.seconds) == ledger.seconds()
-
-
 def test_the_last_that_a_gauge_says_is_of_all_steps(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.001)
     said: queue.SimpleQueue[RankUsage] = queue.SimpleQueue()
