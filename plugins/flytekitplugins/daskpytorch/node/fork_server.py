@@ -136,7 +136,10 @@ class _Server:
             kill_session(pid, request["signal"])
 
     def _spawn(self, client: _Client, key: int, descriptors: Sequence[int]) -> None:
-        client.ranks[key] = self._fork(*descriptors)
+        server_pid = os.getpid()
+        pid = client.ranks[key] = os.fork()
+        if not pid:
+            self._run_rank(server_pid, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -175,14 +178,7 @@ class _Server:
         if not [client for client in self._clients if self._tell(client, {"error": text})]:
             traceback.print_exception(error)
 
-    def _fork(self, channel: int, *outputs: int) -> int:
-        server_pid = os.getpid()
-        pid = os.fork()
-        if not pid:
-            self._run_rank(server_pid, channel, outputs)
-        return pid
-
-    def _run_rank(self, server_pid: int, channel: int, outputs: Sequence[int]) -> NoReturn:
+    def _run_rank(self, server_pid: int, channel: int, *outputs: int) -> NoReturn:
         try:
             self._become_rank(server_pid, outputs)
             seed_anew()
@@ -205,15 +201,11 @@ class _Server:
         for end in (self._control, *(client.sock for client in self._clients)):
             end.close()
 
-    def _die_with(self, parent: int) -> None:
-        """Make the kernel kill this process at its parent's end, also after `exec` of another program."""
-        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the line above
-            os._exit(1)
-
     def _become_rank(self, server_pid: int, outputs: Sequence[int]) -> None:
         os.setsid()
-        self._die_with(server_pid)
+        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # at the server's end, also after `exec` of another program
+        if os.getppid() != server_pid:  # the server ended before the line above
+            os._exit(1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored (see `_be_rank`)

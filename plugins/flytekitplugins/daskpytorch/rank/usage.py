@@ -166,7 +166,12 @@ class Gauge:
     def read(self) -> RankUsage:
         before, self._read_at = self._read_at, time.monotonic()
         used_before, self._used = self._used, time.process_time()
-        memory, utilization = _of_gpu(self._gpu_uuid)
+        import torch
+
+        memory, utilization = None, None
+        if self._gpu_uuid and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # NVML, as many calls of CUDA spoil another thread's capture of a CUDA graph.
+            memory, utilization = own_gpu.usage(self._gpu_uuid)
         return RankUsage(
             rank=self._rank,
             time=time.time(),
@@ -206,15 +211,6 @@ class Gauge:
         finally:
             is_over.set()
         thread.join(END_TIMEOUT)  # NVML hangs with some broken GPUs
-
-
-def _of_gpu(uuid: str) -> tuple[int | None, float | None]:
-    import torch
-
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None, None
-    # NVML, as many calls of CUDA spoil another thread's capture of a CUDA graph.
-    return own_gpu.usage(uuid) if uuid else (None, None)
 
 
 # ---- Traces
