@@ -130,14 +130,11 @@ def _lacks(recalled: Recalled, calls: _Calls | Collective) -> bool:
 # ---- A rank that has returned
 
 
-@dataclass(frozen=True)
-class AwaitsReturned:
-    rank: int
-    what: str
+def awaits_returned(recalled: Mapping[int, Recalled | None], running: Iterable[int]) -> tuple[int, str] | None:
+    """Return a running rank whose NCCL collective can never end, as a rank of its group is over without the call.
 
-
-def awaits_returned(recalled: Mapping[int, Recalled | None], running: Iterable[int]) -> AwaitsReturned | None:
-    """Return a running rank whose NCCL collective can never end, as a rank of its group is over without the call."""
+    Also returns the proof in words.
+    """
     over = {rank: each for rank, each in recalled.items() if each is not None and each.is_over}
     for rank in sorted(running):
         own = recalled.get(rank)
@@ -147,7 +144,7 @@ def awaits_returned(recalled: Mapping[int, Recalled | None], running: Iterable[i
                 place = next(map(PLACE.match, users_frames(each.frames)), None)
                 at = f" at {PurePath(place[1]).name}:{place[2]}" if place else ""
                 call = f"{in_words(each)}{at}, collective {each.number} of {each.group}"
-                return AwaitsReturned(rank, f"{named(gone)} returned; rank {rank} was still in {call}")
+                return rank, f"{named(gone)} returned; rank {rank} was still in {call}"
     return None
 
 

@@ -21,7 +21,6 @@ from flytekitplugins.daskpytorch.driver.parts.debugger import Debugger
 from flytekitplugins.daskpytorch.driver.parts.evaluation import Evaluator, MakeGang
 from flytekitplugins.daskpytorch.driver.parts.goodput import Accounting
 from flytekitplugins.daskpytorch.driver.parts.hang import HangWatch
-from flytekitplugins.daskpytorch.driver.parts.returned import ReturnedWatch
 from flytekitplugins.daskpytorch.driver.parts.workers import Growth, Preemption
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -75,7 +74,7 @@ def assemble(
         part.join(state)
     # Evaluations hold a checkpoint before it counts, and the goodput counts it before observers hear of it.
     seeing = [made.evaluator, made.accounting, made.debugger, *calls, made.checkpoints]
-    state.use([*seeing, Preemption(state), HangWatch(state), ReturnedWatch(state), Growth(state)])
+    state.use([*seeing, Preemption(state), HangWatch(state), Growth(state)])
     return made
 
 

@@ -11,18 +11,26 @@ from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.collectives import Difference, compare, left_waiting, named, users_frames
+from flytekitplugins.daskpytorch.driver.collectives import (
+    Difference,
+    awaits_returned,
+    compare,
+    left_waiting,
+    named,
+    users_frames,
+)
 from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
+from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
 
 STACKS_WAIT = 1.5
 """Seconds that ranks which may hang have to send their stacks."""
-LEFT_TIMEOUT, LEFT_PAUSE = 20.0, 5.0
-"""Seconds: minimum timeout, and pause between two requests for stacks, after a staying gang's call has failed in a
-rank.
-"""
+LEFT_TIMEOUT = 20.0
+"""Minimum timeout in seconds after a staying gang's call has failed in a rank."""
+RETURNED_INTERVAL = 5.0
+"""Seconds between two looks at ranks that NCCL may let wait for a rank that has returned."""
 
 
 class Look:
@@ -30,13 +38,13 @@ class Look:
         self._attempt = attempt
         self._known = known
         self.located = attempt.ask(Question.STACKS)
-        self._recalled = attempt.ask(Question.COLLECTIVES)
+        self.recalled = attempt.ask(Question.COLLECTIVES)
         self.ends_at = attempt.clock() + STACKS_WAIT
 
     @property
     def remembered(self) -> dict[int, Recalled | None]:
         """None: torch does not record collectives."""
-        return {**self._recalled, **self._known}
+        return {**self.recalled, **self._known}
 
     @property
     def is_answered(self) -> bool:
@@ -46,7 +54,9 @@ class Look:
 class HangWatch(Part):
     """After the hang timeout, asks all ranks for stacks and collectives, which decide whether the attempt hangs.
 
-    After a failure that a collective may have caused, they may tell the reason.
+    After a failure that a collective may have caused, they may tell the reason. Once a rank with NCCL has returned,
+    they prove that others wait for its call: such a rank stays, as its peers may still read its GPU's memory. With
+    gloo, it closes its connections, and its peers' collectives fail.
     """
 
     takes = (Moves, Recalled)
@@ -54,6 +64,10 @@ class HangWatch(Part):
     def __init__(self, state: GangState) -> None:
         self._state = state
         self._timeout: float | Literal["auto"] | None = state.request.settings.hang_timeout
+
+    def equip(self, job: Job) -> Job:
+        self._uses_nccl = job.backend == "nccl"
+        return job
 
     def begin(self, attempt: Attempt) -> None:
         self._stillness = Stillness(attempt.places, attempt.clock())
@@ -64,6 +78,10 @@ class HangWatch(Part):
         """Collectives in which each rank waited when the last hang was suspected. None if a rank was working."""
         self._look: Look | None = None
         self._search: Look | None = None
+        self._returned_at = math.inf
+        """Time of the next look at ranks that may wait for one that has returned."""
+        self._left: tuple[int, str] | None = None
+        """Rank that waited in the newest such look, and the proof."""
         self._final: dict[int, Recalled | None] = {}
         self._difference: str | None = None
         attempt.explain = self._explain
@@ -116,6 +134,8 @@ class HangWatch(Part):
 
     def _explain(self, root_failure: RankExit) -> RankExit:
         attempt = self._state.attempt
+        if self._left is not None and root_failure.hang == self._left[1] and root_failure.failure is None:
+            return replace(root_failure, left_by=self._left[1])
         if attempt is None or not root_failure.may_be_of_collective:
             return root_failure
         returned = {rank: self._final.get(rank) for rank in attempt.results if rank != root_failure.rank}
@@ -127,49 +147,69 @@ class HangWatch(Part):
     def ends(self, attempt: Attempt) -> bool | None:
         """Return True and set `attempt.hang` if the attempt hangs, after a first call has asked for stacks."""
         if self._look is None:
-            if not self._is_due(attempt):
+            if attempt.clock() < self._look_at(attempt):
                 return None
             self._look = Look(attempt, self._final)
         look = self._look
         if not look.is_answered and attempt.clock() < look.ends_at:
             return None
-        return self._is_confirmed(attempt, look) or None
+        self._look = None
+        if not self._is_left(attempt, look) and not self._is_silent(attempt, look):
+            return None
+        attempt.ask(Question.STACKS, True)  # for the log
+        return True
 
     def due(self, attempt: Attempt) -> float | None:
         if self._look is not None:
             return self._look.ends_at
         search_at = self._search_at(attempt) if self._search is None else math.inf
-        times = [each for each in (self._silent_until(attempt), search_at) if each is not None and each < math.inf]
-        return min(times, default=None)
+        due_at = min(self._look_at(attempt), search_at)
+        return due_at if due_at < math.inf else None
 
-    def _is_due(self, attempt: Attempt) -> bool:
-        hangs_at = self._silent_until(attempt)
-        return hangs_at is not None and attempt.clock() >= hangs_at
+    def _look_at(self, attempt: Attempt) -> float:
+        if self._uses_nccl and attempt.results:
+            if self._returned_at == math.inf or self._state.blocks(Moment.HUNG):
+                self._returned_at = attempt.clock() + RETURNED_INTERVAL
+            if attempt.running:
+                return min(self._silent_until(attempt), self._returned_at)
+        return self._silent_until(attempt)
 
-    def _silent_until(self, attempt: Attempt) -> float | None:
-        """Return from when a silent gang counts as hung, or with `auto` is asked for its stacks. None: suspended."""
+    def _is_left(self, attempt: Attempt, look: Look) -> bool:
+        if attempt.clock() < self._returned_at:
+            return False
+        before, self._left = self._left, awaits_returned(look.recalled, attempt.running)
+        self._returned_at = attempt.clock() + RETURNED_INTERVAL
+        attempt.hang = self._left if self._left == before else None
+        return attempt.hang is not None
+
+    def _silent_until(self, attempt: Attempt) -> float:
+        """Return from when a silent gang counts as hung, or with `auto` is asked for its stacks."""
         if self._timeout is None or not attempt.is_formed or self._state.blocks(Moment.HUNG):
-            return None
+            return math.inf
         if (seen := (attempt.excused_at, len(attempt.survived), len(attempt.at_rest))) != self._seen:
             self._seen, self._hangs_at = seen, 0.0
             self._stillness.excuse(attempt.excused_at)
         if attempt.clock() >= self._hangs_at:  # avoids a loop over all ranks
-            least = LEFT_TIMEOUT if attempt.survived else LEAST_TIMEOUT
-            self._hangs_at = self._stillness.hangs_at(attempt.running, self._timeout, least)
+            self._hangs_at = self._stillness.hangs_at(attempt.running, self._timeout, self._least(attempt))
         return self._hangs_at
 
-    def _is_confirmed(self, attempt: Attempt, look: Look) -> bool:
+    @staticmethod
+    def _least(attempt: Attempt) -> float:
+        return LEFT_TIMEOUT if attempt.survived else LEAST_TIMEOUT
+
+    def _is_silent(self, attempt: Attempt, look: Look) -> bool:
+        if attempt.clock() < self._silent_until(attempt):
+            return False
         for rank, located in look.located.items():
             self._note_moves(attempt, rank, located.num_moves)
         states = self._states(attempt, look)
-        self._look, self._hangs_at = None, 0.0  # ranks may have moved since
-        if not self._is_due(attempt):
+        self._hangs_at = 0.0  # ranks may have moved since
+        if attempt.clock() < self._silent_until(attempt):
             return False
         if self._timeout == "auto" and not self._are_stuck(states):
-            self._hangs_at = attempt.clock() + (LEFT_PAUSE if attempt.survived else next_look(states))
+            self._hangs_at = attempt.clock() + self._least(attempt) / 10
             return False
         attempt.hang = report_hang(states, self._timeout or "auto")
-        attempt.ask(Question.STACKS, True)  # also for the log
         return True
 
     def _are_stuck(self, states: Mapping[int, RankState]) -> bool:
@@ -201,7 +241,6 @@ NUM_INNER_FRAMES = 2
 LEAST_TIMEOUT = 300.0
 SLOWNESS = 10.0
 """Multiple of the longest time between two signs of life of a rank that counts as a hang with `hang_timeout="auto"`."""
-AUTO_INTERVAL = 30.0
 ENDED = "whose function has ended"
 MAX_FRAMES = 10
 """Stack frames per rank in a report. The rank's log contains all frames."""
@@ -262,10 +301,6 @@ def waits_of(states: Mapping[int, RankState]) -> Mapping[int, frozenset[tuple[st
 
 def _waits(recalled: Recalled) -> frozenset[tuple[str, int]]:
     return frozenset((each.group, each.number) for each in recalled.collectives if not each.is_done)
-
-
-def next_look(states: Mapping[int, RankState]) -> float:
-    return max(AUTO_INTERVAL, 0.1 * min(state.still_for for state in states.values()))
 
 
 def report_hang(states: Mapping[int, RankState], hang_timeout: float | Literal["auto"]) -> tuple[int, str]:
