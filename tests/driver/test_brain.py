@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flytekitplugins.daskpytorch import Evaluate
 from flytekitplugins.daskpytorch.driver import brain, committer
-from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE, Peer
+from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE, Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.errors import (
@@ -752,7 +753,7 @@ def test_ranks_that_do_not_meet_in_time_are_named_though_they_come_at_last(world
     assert "1 of 2 ranks met within 30 s; missing: 1." in str(error)
 
 
-FEW = {"num_wanted": 4, "num_least": 2, "num_expected": 0, "is_first": False, "is_hopeless": False}
+FEW = {"num_wanted": 4, "num_least": 2, "expected": (), "refused": ()}
 
 
 @pytest.mark.parametrize(
@@ -761,21 +762,24 @@ FEW = {"num_wanted": 4, "num_least": 2, "num_expected": 0, "is_first": False, "i
         ({"num_here": 4}, "start"),
         ({"num_here": 3}, "wait"),
         ({"num_here": 3, "is_settled": True}, "start"),
-        ({"num_here": 3, "is_settled": True, "num_expected": 1}, "start"),
-        ({"num_here": 3, "is_settled": True, "num_expected": 1, "is_first": True}, "wait"),
-        ({"num_here": 3, "num_expected": 1, "is_first": True, "is_late": True}, "start"),
+        ({"num_here": 3, "is_settled": True, "expected": [W1]}, "start"),
+        ({"num_here": 3, "is_settled": True, "expected": [W1], "is_first": True}, "wait"),
+        ({"num_here": 3, "expected": [W1], "is_first": True, "is_late": True}, "start"),
         ({"num_here": 1, "is_settled": True}, "wait"),
         ({"num_here": 1, "is_settled": True, "is_late": True}, "refuse"),
-        ({"num_here": 1, "is_hopeless": True}, "refuse"),
+        ({"num_here": 1, "refused": [W1, W2, W3], "is_first": True}, "refuse"),
+        ({"num_here": 1, "refused": [W1, W2, W3]}, "wait"),
         ({"num_here": 4, "num_sound": 3}, "wait"),  # another worker may come
         ({"num_here": 4, "num_sound": 3, "is_settled": True}, "start"),
-        ({"num_here": 4, "num_sound": 3, "is_settled": True, "num_expected": 1}, "wait"),
-        ({"num_here": 4, "num_sound": 3, "num_expected": 1, "is_late": True}, "start"),
+        ({"num_here": 4, "num_sound": 3, "is_settled": True, "expected": [W1]}, "wait"),
+        ({"num_here": 4, "num_sound": 3, "expected": [W1], "is_late": True}, "start"),
     ],
 )
 def test_an_attempt_starts_waits_or_is_refused(facts: dict[str, Any], expected: str) -> None:
-    given = {**FEW, "num_sound": facts["num_here"], "is_settled": False, "is_late": False, **facts}
-    assert brain.verdict(**given) == expected
+    times = {name: facts.pop(name, False) for name in ("is_first", "is_settled", "is_late")}
+    num_here = facts.pop("num_here")
+    agents: Any = SimpleNamespace(**{**FEW, "num_nodes": num_here, "num_sound": num_here, **facts})
+    assert Agents.verdict(agents, **times) == expected
 
 
 # ---- Hanging --------------------------------------------------------------------------------------------------------
@@ -1257,9 +1261,9 @@ def test_wait_for_a_returned_rank_must_last_for_two_looks(world_of: MakeWorld) -
     world = one_returned(world_of(hang_timeout=None), {})
     for number in range(2, 40):
         world.recalled = {0: recalled(number, is_done=False, backend="nccl"), 1: LEFT}
-        let_pass(world, 10)
+        let_pass(world, 5)
         world.recalled = {0: recalled(number, backend="nccl"), 1: LEFT}
-        let_pass(world, 10)
+        let_pass(world, 5)
     assert not world.is_over
 
 

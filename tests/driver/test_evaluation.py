@@ -97,10 +97,6 @@ def test_metrics_arrive_under_the_checkpoints_step_and_rank_it_though_newer_ones
     assert world.watcher.checkpoints[-1][0].metrics == {"held_out": 1.0}
     world.obey_all()
     assert world.agent(W1).kept == [1, 5]
-    world.end_evaluation()
-    deliver(world)
-    world.finish()
-    assert world.watcher.notes[-1].endswith("3 of 5 checkpoints evaluated; 2 skipped, since newer ones had come")
 
 
 def test_each_nth_is_due_and_one_that_is_saved_again_counts_once(world_of: MakeWorld) -> None:
@@ -130,7 +126,6 @@ def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> No
     deliver(world)
     world.finish()
     assert world.results == [0, 1]
-    assert "0 of 2 checkpoints evaluated; 2 failed" in world.watcher.notes[-1]
 
 
 def test_after_the_loss_of_a_worker_the_next_waits_until_the_scheduler_has_noticed(world_of: MakeWorld) -> None:

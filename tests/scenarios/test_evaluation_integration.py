@@ -90,7 +90,6 @@ def test_a_worker_of_their_own_evaluates_sharded_checkpoints_and_all_ranks_load_
     assert results == [(best, best * (best + 1) / 2)] * 2
     assert futures.best_checkpoint is not None
     assert futures.best_checkpoint.step == best
-    assert seen.told(f"{len(evaluated)} of 8 checkpoints evaluated")
 
 
 # ---- Whole checkpoints, and a kill of either side's rank or the evaluation's worker at each moment
@@ -202,5 +201,3 @@ def test_a_later_call_evaluates_only_what_is_new(tmp_path: Path) -> None:
     for num_steps in (2, 2, 3):
         assert dispatch.run(None, count, num_steps, gang=gang).result(100.0) == [1]
     assert [record.step for record in seen.evaluated] == [1, 2, 3]
-    told = [text.partition(": ")[2] for text in seen.told("evaluated")]
-    assert told == ["2 of 2 checkpoints evaluated", "1 of 1 checkpoints evaluated"]

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.framing import Connection
@@ -215,9 +216,17 @@ class Agents:
         self._unanswered_since = None
         return present
 
-    @property
-    def is_hopeless(self) -> bool:
-        return self.num_wanted - len(self.refused) < self.num_least
+    def verdict(self, *, is_first: bool, is_settled: bool, is_late: bool) -> Literal["start", "wait", "refuse"]:
+        """`is_settled`: the pause after the last loss is over. `is_late`: the time for the start is over."""
+        has_sound_coming = bool(self.expected) or not is_settled
+        awaits_gpus = self.num_sound < self.num_wanted <= self.num_nodes and has_sound_coming
+        if self.num_nodes == self.num_wanted and not awaits_gpus:
+            return "start"
+        is_calm = is_settled and not awaits_gpus and not (is_first and self.expected)
+        if self.num_nodes >= self.num_least and (is_calm or is_late):
+            return "start"
+        is_hopeless = is_first and self.num_wanted - len(self.refused) < self.num_least
+        return "refuse" if is_late or is_hopeless else "wait"
 
     def awaited(self) -> str:
         if self.launcher.scheduler is None and self.num_wanted == 1:

@@ -44,6 +44,8 @@ class Attempt:
     """Ranks that have nothing to do until the driver's next order."""
     hang: tuple[int, str] | None = None
     """The rank that holds up the gang, and the report."""
+    ended_for: str | None = None
+    """Reason to end a healthy attempt and go on with another."""
     has_progressed: bool = False
     adapts: bool = False
     has_stopped_early: bool = False
@@ -60,7 +62,6 @@ class Attempt:
     _answers: weakref.WeakValueDictionary[int, Answers] = field(default_factory=weakref.WeakValueDictionary)
     _bad_exits: dict[int, RankExit] = field(default_factory=dict)
     """Exits without a result. After a function's result, its rank's exit counts as good."""
-    _has_independent_failure: bool = False
 
     def __post_init__(self) -> None:
         self.began_at = self.excused_at = self.clock()
@@ -99,7 +100,9 @@ class Attempt:
 
     @property
     def has_independent_failure(self) -> bool:
-        return self.hang is not None or self._has_independent_failure
+        if self.hang is not None or not all(failure.is_consequence for failure in self.failures.values()):
+            return True
+        return not all(exit_.is_consequence for exit_ in self._bad_exits.values())
 
     @property
     def has_own_failure(self) -> bool:
@@ -131,7 +134,6 @@ class Attempt:
 
     def note_failure(self, rank: int, failure: Failure) -> None:
         self.failures[rank] = failure
-        self._has_independent_failure |= not failure.is_consequence
         self.on_over(rank, failure)
 
     def exit_of_survivor(self, rank: int) -> RankExit:
@@ -164,11 +166,10 @@ class Attempt:
         return self.explain(find_root_failure(here.values()))
 
     def not_formed(self, timeout: float, missing: Collection[int]) -> GangStartError:
-        tails = [f"rank {rank}: {self.exits[rank].log_tail or '(no output)'}" for rank in sorted(missing)[:4]]
         return GangStartError(
             f"{len(self.places) - len(missing)} of {len(self.places)} ranks met within {timeout:g} s; missing: "
             f"{', '.join(map(str, sorted(missing)))}. They may not reach each other: check network policies. Or "
-            "importing the function's module takes too long: raise Gang(start_timeout=...).\n" + "\n".join(tails),
+            "importing the function's module takes too long: raise Gang(start_timeout=...). Their log may say more.",
             rank=min(missing),
         )
 
@@ -178,7 +179,6 @@ class Attempt:
             self.results.setdefault(rank, NONE)
         if rank not in self.results or (self.is_program and exit_.exitcode and not exit_.stopped):
             self._bad_exits[rank] = exit_
-            self._has_independent_failure |= not exit_.is_consequence
         self.on_over(rank, None)
 
     def _exit(self, rank: int, **how: Any) -> RankExit:

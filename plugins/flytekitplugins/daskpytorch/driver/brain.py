@@ -12,18 +12,19 @@ Tests can replay a gang: the module starts no threads, reads only the given cloc
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE, AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment
-from flytekitplugins.daskpytorch.driver.start import start_attempt
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, StopRequest, is_complete, is_late
 from flytekitplugins.daskpytorch.errors import GangCancelledError, Kind, PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.node.hardware import check_versions
 from flytekitplugins.daskpytorch.process import ending
-from flytekitplugins.daskpytorch.protocol import journal, messages
+from flytekitplugins.daskpytorch.protocol import journal, messages, placement
 from flytekitplugins.daskpytorch.protocol.code import Code
+from flytekitplugins.daskpytorch.protocol.job import log_folder
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
@@ -32,32 +33,6 @@ MAX_LEAVE_WAIT = 75.0 + ending.MAX_WAIT
 SETTLE_TIME = 0.2
 """Seconds between a worker's loss and a restart with fewer workers, as more losses often follow."""
 TICK = 1.0
-
-
-def verdict(
-    *,
-    num_here: int,
-    num_sound: int,
-    num_wanted: int,
-    num_least: int,
-    num_expected: int,
-    is_first: bool,
-    is_hopeless: bool,
-    is_settled: bool,
-    is_late: bool,
-) -> Literal["start", "wait", "refuse"]:
-    """`num_sound` workers need no failed GPU.
-
-    `is_hopeless`: too few workers can come. `is_settled`: the pause after the last loss is over.
-    """
-    has_sound_coming = num_expected > 0 or not is_settled
-    awaits_gpus = num_sound < num_wanted <= num_here and has_sound_coming
-    if num_here == num_wanted and not awaits_gpus:
-        return "start"
-    is_calm = is_settled and not awaits_gpus and not (is_first and num_expected)
-    if num_here >= num_least and (is_calm or is_late):
-        return "start"
-    return "refuse" if is_late or is_hopeless else "wait"
 
 
 Phase = Callable[[], Any]
@@ -130,17 +105,8 @@ class Brain:
         is_first, now, agents = self._state.number == 0, self._now(), self._agents
         if agents.num_sound < agents.num_wanted:
             self._recruit()
-        found = verdict(
-            num_here=agents.num_nodes,
-            num_sound=agents.num_sound,
-            num_wanted=agents.num_wanted,
-            num_least=agents.num_least,
-            num_expected=len(agents.expected),
-            is_first=is_first,
-            is_hopeless=is_first and agents.is_hopeless,
-            is_settled=now >= self._settled_at,
-            is_late=now >= self._deadline,
-        )
+        is_settled, is_late = now >= self._settled_at, now >= self._deadline
+        found = agents.verdict(is_first=is_first, is_settled=is_settled, is_late=is_late)
         if found == "start":
             return self._start()
         if found == "refuse" and is_first:
@@ -256,7 +222,7 @@ class Brain:
             return self._state.stop_request.ends_gang
         if attempt.is_failing:
             return self._policy.refusal(self._failure(attempt)) is not None
-        return all(part.reason(attempt) is None for part in self._state.parts)
+        return attempt.ended_for is None
 
     # ---- after an attempt's end
 
@@ -316,9 +282,8 @@ class Brain:
         request = self._state.stop_request
         if request is not None and request.explains(attempt):
             return self._go_on_without(request)
-        for part in self._state.parts:
-            if (reason := part.reason(attempt)) is not None:
-                return reason, None
+        if attempt.ended_for is not None and not attempt.has_independent_failure:
+            return attempt.ended_for, None
         failure = self._failure(attempt)
         root_failure = attempt.root_failure()
         if (refusal := self._policy.refusal(failure)) is not None:
@@ -354,3 +319,44 @@ class Brain:
         rest = "; ".join(filter(None, (part.farewell(self._deadlines.storage) for part in self._state.parts)))
         failed = f" while it was failing ({failure})" if failure else ""
         return PreemptedError(f"{self._request.name} was ended{failed}: {reason}; {rest}", cause=reason)
+
+
+# ---- Start of an attempt
+
+
+def start_attempt(state: GangState, number: int, code: Code) -> Attempt:
+    """`ValueError`: driver and workers differ in a package's version, or the workers do not suit the settings."""
+    request, settings, agents = state.request, state.request.settings, state.agents
+    agents.dismiss_leaving()
+    nodes = agents.best_nodes()
+    check_versions(nodes)
+    places = placement.place_ranks(nodes, request.ranks_per_worker, settings.devices)
+    backend = placement.choose_backend(settings.backend, nodes, places)
+    logs = log_folder(settings, state.id)
+    shape = journal.Shape(
+        name=request.name, backend=backend, nodes=nodes, places=places, log_folder=str(logs) if logs else None
+    )
+    state.observers.tell(journal.Placed(shape=shape))
+    carriers = [agents.peers[node.worker] for node in nodes]
+    store = carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None
+    job = request.job(
+        gang=state.id,
+        attempt=number,
+        num_after_memory=state.num_after_memory,
+        backend=backend,
+        store=store,
+        observers=state.observers.for_rank(),
+    )
+    for part in state.parts:
+        job = part.equip(job)
+    for peer, here in zip(carriers, places, strict=True):
+        peer.send(messages.Start(job, code, here))
+    placed = {place.rank: (place, node) for node, here in zip(nodes, places, strict=True) for place in here}
+    return Attempt(
+        number=number,
+        places=placed,
+        carriers=carriers,
+        has_observers=bool(job.observers),
+        is_program=request.script is not None,
+        clock=state.now,
+    )

@@ -76,7 +76,10 @@ class Part:
         """Send the orders that are due, before each decision of the core."""
 
     def ends(self, attempt: Attempt) -> bool | None:
-        """True: the ranks of a healthy attempt must be stopped. False: not. None: another part decides."""
+        """True: the ranks of a healthy attempt must be stopped. False: not. None: another part decides.
+
+        Sets `attempt.ended_for` if the gang shall go on with another attempt.
+        """
         return None
 
     def due(self, attempt: Attempt) -> float | None:
@@ -85,10 +88,6 @@ class Part:
 
     def blocks(self, moment: Moment) -> bool:
         return False
-
-    def reason(self, attempt: Attempt) -> str | None:
-        """Return why this part has ended an attempt whose ranks did not fail."""
-        return None
 
     def newest_step(self) -> int | None:
         """Return the step from which the next attempt would start."""

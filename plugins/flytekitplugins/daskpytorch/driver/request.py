@@ -6,13 +6,14 @@ import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.function import arguments_of, check_function, evaluate, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.host import Execution, RankHost, StoragePaths, current_execution
+from flytekitplugins.daskpytorch.protocol.job import Job, in_order
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.protocol.script import Script
@@ -54,6 +55,22 @@ class Request:
     @property
     def stays(self) -> bool:
         return self.calls is not None
+
+    def job(self, **of_attempt: Any) -> Job:
+        settings, evaluate = self.settings, self.settings.evaluate
+        gpu_check: Literal["off", "quick"] = "off" if settings.gpu_check == "off" else "quick"
+        return Job(
+            call=in_order(self.call) if self.call is not None else None,
+            pass_local_rank=self.pass_local_rank,
+            settings=replace(settings, observers=(), evaluate=None, gpu_check=gpu_check),
+            gpu_check=self.gpu_check,
+            storage=self.storage.own if self.storage is not None else None,
+            host=self.host,
+            execution=self.execution,
+            environment={**self.environment, **settings.environment},
+            patience=evaluate.timeout if evaluate is not None else 0.0,
+            **of_attempt,
+        )
 
 
 def request_for(

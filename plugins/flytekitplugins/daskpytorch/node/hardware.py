@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -77,6 +77,20 @@ def describe_node(worker: str, interface: str | None, num_gpus: int = 0) -> Node
 def local_versions() -> dict[str, str]:
     packages = ("flytekitplugins-daskpytorch", "torch")
     return {"python": ".".join(map(str, sys.version_info[:2]))} | {name: version(name) for name in packages}
+
+
+def check_versions(nodes: Iterable[Node]) -> None:
+    mine = local_versions()
+    differing = [
+        f"{node.title} has {name} {theirs}, this process {mine.get(name)}"
+        for node in nodes
+        for name, theirs in node.versions.items()
+        if theirs != mine.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"driver and workers differ: {'; '.join(differing)}. Use one image for the task and its Dask cluster."
+        )
 
 
 def interface_of(address: str) -> str | None:

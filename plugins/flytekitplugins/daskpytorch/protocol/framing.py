@@ -35,7 +35,6 @@ SENT_AT_ONCE = 16 << 20
 AGENT, DRIVER = b"agent", b"driver"
 CHALLENGE_SIZE = 32
 PROOF_SIZE = 32
-ANSWER_SIZE = CHALLENGE_SIZE + PROOF_SIZE
 PROOF_TIMEOUT = 60.0
 """Seconds. The driver may have thousands of agents to answer."""
 
@@ -149,23 +148,15 @@ def watch_peer(sock: socket.socket) -> None:
 # ---- Handshake
 
 
-def challenge() -> bytes:
-    return os.urandom(CHALLENGE_SIZE)
-
-
-def prove(token: bytes, challenge: bytes, answer: bytes) -> bytes:
-    """Return the driver's proof. ConnectionRefusedError: the agent's answer is wrong."""
-    theirs, proof = answer[:CHALLENGE_SIZE], answer[CHALLENGE_SIZE:]
-    if not hmac.compare_digest(proof, _proof(token, AGENT, challenge, theirs)):
-        raise ConnectionRefusedError("the caller does not know the gang's token")
-    return _proof(token, DRIVER, challenge, theirs)
-
-
 def meet(connection: Connection, token: bytes, deadline: float) -> None:
     """Do the driver's part of the handshake, by `deadline` (monotonic clock). Raises EOFError or OSError."""
-    theirs = challenge()
-    connection.send_frame(theirs)
-    connection.send_frame(prove(token, theirs, connection.recv_frame(ANSWER_SIZE, deadline)))
+    mine = os.urandom(CHALLENGE_SIZE)
+    connection.send_frame(mine)
+    answer = connection.recv_frame(CHALLENGE_SIZE + PROOF_SIZE, deadline)
+    theirs, proof = answer[:CHALLENGE_SIZE], answer[CHALLENGE_SIZE:]
+    if not hmac.compare_digest(proof, _proof(token, AGENT, mine, theirs)):
+        raise ConnectionRefusedError("the caller does not know the gang's token")
+    connection.send_frame(_proof(token, DRIVER, mine, theirs))
 
 
 def introduce(sock: socket.socket, token: bytes) -> Connection:
@@ -174,7 +165,7 @@ def introduce(sock: socket.socket, token: bytes) -> Connection:
     Raises ConnectionRefusedError or TimeoutError if the peer's proof is wrong or late, else EOFError or OSError.
     """
     connection, deadline = Connection(sock), time.monotonic() + PROOF_TIMEOUT
-    theirs, mine = connection.recv_frame(CHALLENGE_SIZE, deadline), challenge()
+    theirs, mine = connection.recv_frame(CHALLENGE_SIZE, deadline), os.urandom(CHALLENGE_SIZE)
     connection.send_frame(mine + _proof(token, AGENT, theirs, mine))
     if not hmac.compare_digest(connection.recv_frame(PROOF_SIZE, deadline), _proof(token, DRIVER, theirs, mine)):
         raise ConnectionRefusedError("its proof is wrong")

@@ -73,7 +73,7 @@ class Evaluator(Part):
         self._seen: set[str] = set()
         self._running: CheckpointEntry | None = None
         self._waiting: CheckpointEntry | None = None
-        self._num_found = self._num_kept = self._num_done = self._num_failed = self._num_skipped = 0
+        self._num_kept = 0
         self._is_closed = False
         self._code: Code | None = None
         self._records: list[LogRecord] = []
@@ -89,7 +89,6 @@ class Evaluator(Part):
         if start is not None:
             self._seen.add(start.name)
             if not start.is_evaluated:
-                self._num_found = 1
                 self._make_wait(start)
 
     def begin(self, attempt: Attempt) -> None:
@@ -109,7 +108,6 @@ class Evaluator(Part):
 
     def _make_wait(self, entry: CheckpointEntry) -> None:
         if self._template is not None and not self._is_closed:
-            self._num_skipped += self._waiting is not None
             self._waiting = entry
             self._hold()
 
@@ -160,15 +158,9 @@ class Evaluator(Part):
                 "Gang(evaluate=...): no checkpoint was kept, so none was evaluated. Save checkpoints by "
                 "current_rank().checkpoint.save(state, step)",
             )
-        if not (num_known := self._num_found + self._num_kept):
-            return
-        text = f"{self._num_done} of {num_known} checkpoints evaluated"
-        text += f"; {self._num_skipped} skipped, since newer ones had come" if self._num_skipped else ""
-        text += f"; {self._num_failed} failed" if self._num_failed else ""
         if (unfinished := self._running or self._waiting) is not None:
-            text += f"; that of step {unfinished.step} was given up"
-            text += ": no worker was there for it" if self._running is None else ""
-        self._observers.note(text)
+            why = "" if self._running is not None else ": no worker was there for it"
+            self._observers.note(f"the evaluation of the checkpoint of step {unfinished.step} was given up{why}")
 
     # ---- one evaluation
 
@@ -214,7 +206,6 @@ class Evaluator(Part):
             self._hold()
             return
         if isinstance(metrics, BaseException):
-            self._num_failed += 1
             self._try_at = self._now() + RETRY_INTERVAL  # Dask's scheduler may still list a lost worker
             limit = f"it took longer than {self._timeout:g} s. Raise Evaluate(timeout=...)"
             self._observers.note(
@@ -222,7 +213,6 @@ class Evaluator(Part):
                 f"{limit if has_timed_out else _described(metrics)}"
             )
         else:
-            self._num_done += 1
             record = LogRecord(
                 rank=0, step=entry.step, num_steps=None, time=time.time(), metrics=metrics, is_evaluation=True
             )

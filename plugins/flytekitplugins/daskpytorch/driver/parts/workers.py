@@ -15,33 +15,27 @@ class Growth(Part):
     """Ends an attempt on too few workers, so that the next one begins with more. A gang that stays does not grow."""
 
     _has_kept = False
-    _is_fresh = False
     """A checkpoint was kept right before this decision: a restart loses no steps."""
-    _is_growing = False
 
     def __init__(self, state: GangState) -> None:
         self._state = state
 
     def begin(self, attempt: Attempt) -> None:
-        self._has_kept = self._is_fresh = self._is_growing = False
+        self._has_kept = False
 
     def note_kept(self, entry: CheckpointEntry) -> None:
         self._has_kept = True
 
-    def orders(self, now: float) -> None:
-        self._is_fresh, self._has_kept = self._has_kept, False
-
     def ends(self, attempt: Attempt) -> bool | None:
         agents = self._state.agents
+        is_fresh, self._has_kept = self._has_kept, False
         if len(attempt.ranks_of) >= agents.num_wanted or self._state.request.stays:
             return None
-        self._is_growing = self._is_fresh and not attempt.results and agents.can_grow(attempt.ranks_of)
+        if is_fresh and not attempt.results and agents.can_grow(attempt.ranks_of):
+            attempt.ended_for = GROWS
         with contextlib.suppress(ConnectionError):  # the workers leave by themselves after their scheduler
             agents.recruit()
-        return self._is_growing or None
-
-    def reason(self, attempt: Attempt) -> str | None:
-        return GROWS if self._is_growing and not attempt.has_independent_failure else None
+        return attempt.ended_for is not None or None
 
 
 class Preemption(Part):
