@@ -109,11 +109,6 @@ def test_time_of_an_exception_is_when_it_was_raised_not_when_its_rank_ended() ->
     assert find_root_failure([quick_to_end, slow_to_end]).rank == 0
 
 
-def test_unexpected_exit_code_counts_like_a_signal() -> None:
-    exits = [rank_exit(0, error=RuntimeError("Connection reset"), time=1.0), rank_exit(1, 3, time=2.0)]
-    assert find_root_failure(exits).rank == 1
-
-
 @pytest.mark.parametrize("aborted_at", [0.9, 1.2])
 def test_abort_by_nccls_watchdog_is_a_consequence_of_a_lost_worker(aborted_at: float) -> None:
     aborted = rank_exit(0, -signal.SIGABRT, time=aborted_at, watchdog=TIMED_OUT)
@@ -125,9 +120,9 @@ def test_abort_by_nccls_watchdog_is_a_consequence_of_a_lost_worker(aborted_at: f
 def test_abort_by_nccls_watchdog_alone_is_infrastructure_unless_the_collectives_differ() -> None:
     aborted = rank_exit(0, -signal.SIGABRT, watchdog=TIMED_OUT)
     assert aborted.is_infrastructure
-    error = error_of(aborted, 2)
-    assert type(error) is WorkerLostError
-    assert "SIGABRT of torch's NCCL watchdog, which said: what():  [PG ID 0 PG GUID 0(default_pg) Rank 1]" in str(error)
+    assert "SIGABRT of torch's NCCL watchdog, which said: what():  [PG ID 0 PG GUID 0(default_pg) Rank 1]" in str(
+        error_of(aborted, 2)
+    )
     assert not replace(aborted, difference="rank 1 has not called collective 2").is_infrastructure
 
 
@@ -205,15 +200,6 @@ def test_error_that_code_may_cause_is_no_broken_gpu(error: Exception) -> None:
     assert not replace(rank_exit(1, error=RuntimeError("uncorrectable ECC error")), gpu="").is_infrastructure
 
 
-@pytest.mark.parametrize("said", ["Cuda failure 2 'out of memory'", "Failed to CUDA calloc async 67108864 bytes"])
-def test_too_little_memory_for_nccl_is_no_loss_of_a_peer(said: str) -> None:
-    exits = [rank_exit(0, error=RuntimeError("NCCL error: remote process exited"), time=1.0)]
-    exits.append(replace(rank_exit(1, error=DistBackendError(NCCL_CUDA + said), time=2.0), gpu="GPU 3"))
-    assert not exits[1].is_consequence
-    assert not exits[1].is_infrastructure
-    assert find_root_failure(exits).rank == 1
-
-
 def test_own_exception_counts_even_if_the_rank_was_stopped_while_it_ended() -> None:
     exits = [
         rank_exit(0, error=RuntimeError("Connection closed by peer"), time=1.1),
@@ -248,13 +234,9 @@ def test_error_of_a_socket_is_a_consequence_where_the_group_has_it(
     assert raised_in(socket.__file__, error, by=path).is_consequence == is_consequence  # that the call has opened
 
 
-@pytest.mark.parametrize(
-    ("cause", "is_consequence"), [(ConnectionRefusedError("refused"), False), (DistBackendError("aborted"), True)]
-)
-def test_error_that_wraps_another_is_what_that_one_is(cause: Exception, is_consequence: bool) -> None:
-    error = RuntimeError("the data cannot be read: Connection refused") if not is_consequence else ValueError("failed")
+def with_cause(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
-    assert failure(error).is_consequence == is_consequence
+    return error
 
 
 @pytest.mark.parametrize(
@@ -267,6 +249,8 @@ def test_error_that_wraps_another_is_what_that_one_is(cause: Exception, is_conse
         (RuntimeError("Broken pipe"), True),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
         (DistBackendError("anything at all"), True),
+        (with_cause(ValueError("failed"), DistBackendError("aborted")), True),
+        (with_cause(RuntimeError("the data cannot be read: Connection refused"), ConnectionRefusedError()), False),
         (ValueError("the connection was refused by the user"), False),
         (ConnectionError("the user's database is not there"), False),
         (ConnectionResetError(), False),
@@ -275,6 +259,8 @@ def test_error_that_wraps_another_is_what_that_one_is(cause: Exception, is_conse
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (FileNotFoundError(2, "No such file", "data.csv"), False),
         (MemoryError(), False),
+        (DistBackendError(f"{NCCL_CUDA}Cuda failure 2 'out of memory'"), False),
+        (DistBackendError(f"{NCCL_CUDA}Failed to CUDA calloc async 67108864 bytes"), False),
         (SystemExit(0), False),
         (KeyboardInterrupt(), False),
     ],
@@ -321,45 +307,6 @@ def test_verdicts_text_has_rank_host_worker_traceback_and_log() -> None:
     assert rest[-2:] == ["epoch 3", "step 17"]
 
 
-@pytest.mark.parametrize(
-    ("exit_", "kind", "said"),
-    [
-        (rank_exit(0, error=SystemExit(3)), GangError, "SystemExit"),
-        (rank_exit(0, error=KeyboardInterrupt()), GangError, "KeyboardInterrupt"),
-        (rank_exit(0, -signal.SIGSEGV, log_tail="Fatal Python error"), GangError, "signal 11, SIGSEGV"),
-        (rank_exit(0, -signal.SIGABRT, log_tail="Fatal Python error"), GangError, "signal 6, SIGABRT"),
-        (rank_exit(0, -signal.SIGBUS, log_tail="Fatal Python error"), GangError, "signal 7, SIGBUS"),
-        (rank_exit(0, -signal.SIGKILL, out_of_memory=True), GangError, "killed for memory"),
-        (rank_exit(0, 3), GangError, "exit code 3"),
-        (rank_exit(0, -signal.SIGKILL), WorkerLostError, "SIGKILL"),
-        (rank_exit(0, -signal.SIGTERM), WorkerLostError, "SIGTERM"),
-        (rank_exit(0, None), WorkerLostError, "its worker was lost"),
-        (rank_exit(0, -signal.SIGKILL, stopped=True, hang=HANG), GangHungError, "it hangs"),
-    ],
-)
-def test_each_kind_of_end_has_its_error(exit_: RankExit, kind: type[GangError], said: str) -> None:
-    error = error_of(exit_, 2)
-    assert type(error) is kind
-    assert said in str(error)
-    assert exit_.log_tail in str(error)
-
-
-@pytest.mark.parametrize(
-    ("exit_", "code"),
-    [
-        (rank_exit(0, error=SystemExit(3)), 3),
-        (rank_exit(0, -signal.SIGSEGV), -signal.SIGSEGV),
-        (rank_exit(0, None), None),
-        (rank_exit(0, -signal.SIGKILL, stopped=True, hang=HANG), None),
-        (rank_exit(0, 143, stopped=True, hang=HANG), None),
-    ],
-)
-def test_the_gangs_way_to_end_a_hung_rank_is_no_exit_code_of_that_rank(exit_: RankExit, code: int | None) -> None:
-    error = error_of(exit_, 2)
-    assert isinstance(error, GangError)
-    assert error.exit_code == code
-
-
 class OutOfMemoryError(RuntimeError):
     """Named as torch names an error of too little memory on a GPU."""
 
@@ -370,55 +317,68 @@ OF_ALLOCATOR = (
 )
 
 
-def with_cause(error: Exception, cause: Exception) -> Exception:
-    error.__cause__ = cause
-    return error
+def on_gpu(error: Exception) -> RankExit:
+    return replace(rank_exit(0, error=error), gpu="GPU 3")
+
+
+def differing(exitcode: int = 1, **how: Any) -> RankExit:
+    return replace(rank_exit(0, exitcode, **how), difference="rank 1 has not called collective 2")
 
 
 @pytest.mark.parametrize(
-    ("exit_", "kind"),
+    ("exit_", "type_", "kind", "said", "exit_code"),
     [
-        (rank_exit(0, error=ValueError("bad batch")), "exception"),
-        (rank_exit(0, error=ValueError("bad batch"), out_of_memory=True, hang=HANG), "exception"),
-        (rank_exit(0, error=RuntimeError("Connection closed by peer")), "exception"),
-        (rank_exit(0, error=OutOfMemoryError("CUDA out of memory")), "memory"),
-        (rank_exit(0, error=MemoryError()), "memory"),
-        (rank_exit(0, error=RuntimeError(OF_ALLOCATOR)), "memory"),
-        (rank_exit(0, error=RuntimeError("CUDA error: out of memory")), "memory"),
-        (rank_exit(0, error=with_cause(ValueError("too large a batch"), OutOfMemoryError("CUDA out of"))), "memory"),
-        (rank_exit(0, error=DistBackendError("Cuda failure 2 'out of memory'")), "memory"),
-        (rank_exit(0, -signal.SIGKILL, out_of_memory=True), "memory"),
-        (rank_exit(0, -signal.SIGSEGV), "signal"),
-        (rank_exit(0, -signal.SIGKILL), "signal"),
-        (rank_exit(0, 3), "exit"),
-        (rank_exit(0, error=SystemExit(3)), "exit"),
-        (rank_exit(0, None), "lost"),
-        (rank_exit(0, -signal.SIGABRT, watchdog=TIMED_OUT), "lost"),
-        (replace(rank_exit(0, error=RuntimeError("CUDA error: uncorrectable ECC error")), gpu="GPU 3"), "lost"),
-        (replace(rank_exit(0, error=GpuFaultError("its clocks are slowed down")), gpu="GPU 3"), "lost"),
-        (rank_exit(0, 143, stopped=True, hang=HANG), "hang"),
-        (replace(rank_exit(0, error=DistBackendError("timed out after")), difference="rank 1 has not"), "desync"),
-        (replace(rank_exit(0, -signal.SIGABRT, watchdog=TIMED_OUT), difference="rank 1 has not"), "desync"),
+        (rank_exit(0, error=ValueError("bad batch")), GangError, "exception", "ValueError: bad batch", 1),
+        (rank_exit(0, error=ValueError(), out_of_memory=True, hang=HANG), GangError, "exception", "ValueError", 1),
+        (rank_exit(0, error=RuntimeError("Connection closed by peer")), GangError, "exception", "closed by peer", 1),
+        (rank_exit(0, error=KeyboardInterrupt()), GangError, "exception", "KeyboardInterrupt", 1),
+        (rank_exit(0, error=SystemExit(3)), GangError, "exit", "SystemExit", 3),
+        (rank_exit(0, 3), GangError, "exit", "exit code 3", 3),
+        *(
+            (rank_exit(0, error=error), GangError, "memory", "memory", 1)
+            for error in [
+                OutOfMemoryError("CUDA out of memory"),
+                MemoryError("out of memory"),
+                RuntimeError(OF_ALLOCATOR),
+                RuntimeError("CUDA error: out of memory"),
+                with_cause(ValueError("memory"), OutOfMemoryError("CUDA out of")),
+                DistBackendError("Cuda failure 2 'out of memory'"),
+            ]
+        ),
+        (rank_exit(0, -signal.SIGKILL, out_of_memory=True), GangError, "memory", "killed for memory", -9),
+        (rank_exit(0, -signal.SIGSEGV), GangError, "signal", "signal 11, SIGSEGV", -11),
+        (rank_exit(0, -signal.SIGKILL), WorkerLostError, "signal", "SIGKILL", -9),
+        (rank_exit(0, -signal.SIGTERM), WorkerLostError, "signal", "SIGTERM", -15),
+        (rank_exit(0, None), WorkerLostError, "lost", "its worker was lost", None),
+        (
+            rank_exit(0, -signal.SIGABRT, watchdog=TIMED_OUT),
+            WorkerLostError,
+            "lost",
+            "signal 6, SIGABRT of torch's",
+            -6,
+        ),
+        (on_gpu(RuntimeError("CUDA error: uncorrectable ECC error")), WorkerLostError, "lost", "GPU 3 of host", 1),
+        (on_gpu(GpuFaultError("its clocks are slowed down")), WorkerLostError, "lost", "clocks are slowed down", 1),
+        (rank_exit(0, 143, stopped=True, hang=HANG), GangHungError, "hang", "it hangs", None),
+        (rank_exit(0, -signal.SIGKILL, stopped=True, hang=HANG), GangHungError, "hang", "it hangs", None),
+        (differing(error=DistBackendError("timed out after")), GangError, "desync", "rank 1 has not", 1),
+        (differing(-signal.SIGABRT, watchdog=TIMED_OUT), GangError, "desync", "rank 1 has not", -6),
     ],
 )
-def test_each_failure_of_a_rank_has_a_kind(exit_: RankExit, kind: str) -> None:
+def test_each_end_of_a_rank_has_its_error_kind_words_and_exit_code(
+    exit_: RankExit, type_: type[GangError], kind: str, said: str, exit_code: int | None
+) -> None:
     error = error_of(exit_, 2)
     gang_error = error if isinstance(error, GangError) else error.__cause__
     assert isinstance(gang_error, GangError)
-    assert gang_error.kind == kind
+    assert (type(gang_error), gang_error.kind, gang_error.exit_code) == (type_, kind, exit_code)
+    assert said in str(gang_error)
 
 
 def test_errors_without_a_rank_have_the_kind_of_their_class() -> None:
     kinds = {GangStartError: "start", PreemptedError: "preempted", WorkerLostError: "lost", GangHungError: "hang"}
     assert {cls: cls("message").kind for cls in kinds} == kinds
     assert {cls: pickle.loads(pickle.dumps(cls("message"))).kind for cls in kinds} == kinds
-
-
-def test_verdict_names_the_step() -> None:
-    error = error_of(rank_exit(1, 3, step=17), 2)
-    assert type(error) is GangError
-    assert error.step == 17
-    assert "on node-1 (tcp://10.0.0.2:4000) after step 17: its process ended" in str(error)
 
 
 @pytest.mark.parametrize(("saved", "is_said"), [(None, True), (46, True), (50, False)])
@@ -431,9 +391,11 @@ def test_the_note_of_a_restart_names_no_step_before_the_one_from_which_it_goes_o
 
 
 def test_verdict_says_what_went_before_and_why_it_ends_there() -> None:
-    error = error_of(rank_exit(0, 3), 2, "max_restarts=2 is used up", ["rank 1: first loss", "rank 0: second loss"])
+    failed = rank_exit(0, 3, step=17)
+    error = error_of(failed, 2, "max_restarts=2 is used up", ["rank 1: first loss", "rank 0: second loss"])
     first, _, refusal, *history = str(error).splitlines()
-    assert first.startswith("rank 0 of 2 failed")
+    assert first.startswith("rank 0 of 2 failed on node-0 (tcp://10.0.0.1:4000) after step 17: its process ended")
+    assert vars(error)["step"] == 17
     assert refusal == "Not started again, because max_restarts=2 is used up. Failures before this one:"
     assert history == ["rank 1: first loss", "rank 0: second loss"]
 

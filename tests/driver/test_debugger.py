@@ -14,13 +14,12 @@ import pytest
 
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.parts import debugger as module
-from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.debugging import PORTS_VARIABLE, Debugging, RankFile, find_ranks, listen
 from flytekitplugins.daskpytorch.protocol.messages import Debugged, Noted
 from processes import until
-from simulated_gang import World, raised
+from simulated_gang import World
 
 STOPS = Debugged("stops at train.py:31 (step)", needs_terminal=True)
 
@@ -81,14 +80,6 @@ def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
     assert not stopped(world)
     world.wait(2.0)
     assert stopped(world)
-
-
-def test_a_call_of_a_debugger_that_nobody_can_talk_to_is_not_tried_again(world: World) -> None:
-    world.train()  # a checkpoint is kept, so that another error might be
-    world.fail(world.connected()[0], 0, NoDebuggerError("nobody is there"))
-    world.finish()
-    assert isinstance(raised(world), NoDebuggerError)
-    assert len(world.starts) == 1
 
 
 @pytest.mark.parametrize("text", ["5678", "1:", "0:1,2", "0:0", "0:70000", "0:1,0:2", "x"])

@@ -114,6 +114,7 @@ def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> No
     cause = "rank 0 of 1 failed on tcp://10.0.0.9:1 (host b): ValueError: no data"
     error.__cause__ = GangError(f"{cause}\n\nNot started again", rank_traceback='File "score.py", line 7')
     world.end_evaluation(error)
+    assert steps(world) == [1]  # Dask's scheduler may still list a lost worker
     world.wait(RETRY_INTERVAL)
     world.end_evaluation(WorkerLostError("worker tcp://10.0.0.9:1 was lost"))
     assert steps(world) == [1, 2]
@@ -126,15 +127,6 @@ def test_a_failure_costs_one_evaluation_and_is_blamed(world_of: MakeWorld) -> No
     deliver(world)
     world.finish()
     assert world.results == [0, 1]
-
-
-def test_after_the_loss_of_a_worker_the_next_waits_until_the_scheduler_has_noticed(world_of: MakeWorld) -> None:
-    world = world_of()
-    save(world, 1, 2)
-    world.end_evaluation(WorkerLostError("worker tcp://10.0.0.9:1 was lost"))
-    assert steps(world) == [1]
-    world.wait(3.0)
-    assert steps(world) == [1, 2]
 
 
 def told(agent: Agent) -> list[tuple[int, Any]]:
@@ -291,16 +283,6 @@ def named(paths: StoragePaths) -> list[CheckpointEntry]:
     found = manifest.read(paths.files, paths.own)
     assert found is not None
     return found
-
-
-def test_the_metrics_reach_storage(world_of: MakeWorld, paths: StoragePaths) -> None:
-    world = world_of(storage=paths)
-    save(world, 1)
-    world.work()
-    world.end_evaluation()
-    world.work()
-    [stored] = named(paths)
-    assert (stored.is_evaluated, stored.metrics) == (True, {"held_out": 1.0})
 
 
 def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(world_of: MakeWorld, paths: StoragePaths) -> None:

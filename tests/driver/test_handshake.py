@@ -6,7 +6,6 @@ import pickle
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from flytekitplugins.daskpytorch.driver import listener as driver
 from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.protocol import framing
-from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection, introduce
+from flytekitplugins.daskpytorch.protocol.framing import SIZE, Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
-from flytekitplugins.daskpytorch.protocol.messages import Leaving, Lines
+from flytekitplugins.daskpytorch.protocol.messages import Leaving
 from processes import num_open_files
 
 
@@ -125,49 +124,6 @@ def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events
     challenge = take(stranger, 32)
     stranger.sendall(framed(2 * challenge))
     assert_sent_away(stranger, events)
-
-
-def test_a_stranger_who_sends_a_byte_now_and_then_is_sent_away_all_the_same(
-    listener: Listener, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """His bytes would be enough for an answer, for each of which he had as long again."""
-    monkeypatch.setattr(driver, "AUTHENTICATION_TIMEOUT", 1.0)
-    stranger = connected(listener)
-    with contextlib.suppress(ConnectionError):
-        for byte in framed(b"x" * 64)[:-1]:
-            stranger.sendall(bytes([byte]))
-            time.sleep(0.2)
-        raise AssertionError("he is still connected")
-    assert_sent_away(stranger, events)
-
-
-def test_one_who_knows_the_token_and_never_says_who_he_is_is_sent_away(
-    listener: Listener, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "FIRST_MESSAGE_TIMEOUT", 0.3)
-    with contextlib.closing(dialled(listener)) as connection, pytest.raises((EOFError, OSError)):
-        connection.recv()
-    assert events.empty()
-
-
-def test_many_agents_that_call_at_once_all_get_in(
-    events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setattr(driver, "MAX_UNAUTHENTICATED", 3)
-    listener = listening(TOKEN, events)
-    request.addfinalizer(listener.end)
-    calls = [connected(listener) for _ in range(60)]
-    met: list[Connection] = []
-    agents = [threading.Thread(target=lambda sock=each: met.append(introduce(sock, TOKEN))) for each in calls]
-    for each in reversed(agents):  # some of those who wait answer at once, while the first say nothing yet
-        each.start()
-    for each in agents:
-        each.join()
-    for rank, connection in enumerate(met):
-        connection.send(Lines(rank, []))
-    assert {heard(events).rank for _ in calls} == set(range(60))
-    for connection in met:
-        connection.close()
 
 
 # ---- Strangers in the driver's place

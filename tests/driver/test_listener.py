@@ -1,32 +1,24 @@
 """Messages of agents reach the driver complete and in order, and no agent delays the others."""
 
+import contextlib
+import errno
+import itertools
 import pickle
 import queue
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-import ear
 from ear import GONE, TOKEN, assert_hung_up, dialled, framed, heard, listening
 from flytekitplugins.daskpytorch.driver import listener as module
 from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
-from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.driver.supervisor import GangCancelledError, Supervisor
-from flytekitplugins.daskpytorch.node.agent import OwnNode
-from flytekitplugins.daskpytorch.node.hardware import describe_node
-from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.host import AgentOrder, OnFailure
-from flytekitplugins.daskpytorch.protocol.messages import Beat, Hello, Leaving, Lines, Upload
-from flytekitplugins.daskpytorch.settings import Gang
+from flytekitplugins.daskpytorch.protocol.messages import Beat, Leaving, Lines, Upload
 from processes import num_open_files, until
 
 
@@ -112,19 +104,6 @@ def test_agents_wait_while_too_much_has_not_been_taken(
     until(lambda: events.qsize() == 30, "all the rest")
 
 
-def test_agents_are_heard_after_it_was_closed_and_its_thread_ends_with_the_last(
-    listener: Listener, dial: Callable[[], Connection], events: queue.SimpleQueue[Action]
-) -> None:
-    connection, thread = dial(), listener._thread
-    listener.close()
-    until(lambda: listener._server.fileno() < 0, "the end of accepting")
-    connection.send(Leaving())
-    assert heard(events) == Leaving()
-    connection.close()
-    thread.join()
-    assert not thread.is_alive()
-
-
 def test_the_end_leaves_no_connection_no_thread_and_no_file(events: queue.SimpleQueue[Action]) -> None:
     files, threads = num_open_files(), set(threading.enumerate())
     is_serving = threading.Event()
@@ -148,70 +127,29 @@ def test_the_end_leaves_no_connection_no_thread_and_no_file(events: queue.Simple
     assert num_open_files() <= files
 
 
-def test_an_agent_whose_hello_came_too_late_is_hung_up_on_when_its_gang_ends() -> None:
-    """As when a gang is cancelled in its start-up: the hello waits behind the cancellation."""
-    agents: list[Connection] = []
-
-    class Launcher(OwnNode):
-        def launch(self, orders: Sequence[AgentOrder], on_failure: OnFailure) -> None:
-            agents.append(framing.dial(orders[0]))
-            agents[0].send(Hello(describe_node(orders[0].worker, None), ("127.0.0.1", 1)))
-            until(lambda: supervisor._calls.qsize() == 2, "the hello to be heard")
-
-    with scratch_folder("first-"):
-        pass  # the first one's shell stays for all that follow
-    files, threads = num_open_files(), set(threading.enumerate())
-    supervisor = Supervisor(request_for(print, (), {}, Gang()), Launcher())
-    supervisor.cancel()
-    with pytest.raises(GangCancelledError):
-        supervisor.run()
-    assert_hung_up(agents[0])
-    assert set(threading.enumerate()) <= threads
-    assert num_open_files() <= files
-
-
 # ---- What this process may run out of
 
 
-EXHAUSTED = """
-import os, queue, resource, socket, sys, time
-import ear as ears
-from flytekitplugins.daskpytorch.driver.agents import Action
-from flytekitplugins.daskpytorch.protocol import framing
-from flytekitplugins.daskpytorch.protocol.messages import Leaving
+def test_without_files_for_a_while_callers_wait_and_are_heard_afterwards(
+    events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    num_calls, pauses = itertools.count(), list[float]()
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-events = queue.SimpleQueue()
-ear = ears.listening(b"t", events)
-callers = [socket.socket() for _ in range(3)]
-hoard = []
-try:
-    while True:
-        hoard.append(os.dup(0))
-except OSError as error:
-    print(error, flush=True)
-callers[0].connect(ear.address)
-time.sleep(0.5)  # it has found no file for him
-spent = time.process_time(), time.sleep(0.5), time.process_time()
-assert spent[2] - spent[0] < 0.25, "it tries all the time"
-for file in hoard:
-    os.close(file)
-for caller in callers[1:]:
-    caller.connect(ear.address)
-agents = [framing.introduce(caller, b"t") for caller in callers]
-for agent in agents:
-    agent.send(Leaving())
-    assert events.get()() == Leaving()
-ear.end()
-print("heard")
-"""
+    def watch(_: socket.socket) -> None:
+        if next(num_calls) < 3:
+            raise OSError(errno.EMFILE, "too many open files")
 
-
-def test_without_files_for_a_while_callers_wait_and_are_heard_afterwards() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", EXHAUSTED], cwd=Path(ear.__file__).parent, capture_output=True, text=True, check=False
-    )
-    assert (ran.stdout.splitlines(), ran.stderr) == (["[Errno 24] Too many open files", "heard"], "")
+    monkeypatch.setattr(framing, "watch_peer", watch)
+    monkeypatch.setattr(module.time, "sleep", pauses.append)
+    listener = listening(TOKEN, events)
+    request.addfinalizer(listener.end)
+    strangers = [socket.create_connection(listener.address) for _ in range(3)]
+    until(lambda: pauses.count(module.ACCEPT_PAUSE) == 3, "three failures")
+    with contextlib.closing(dialled(listener)) as agent:
+        agent.send(Leaving())
+        assert heard(events) == Leaving()
+    for each in strangers:
+        each.close()
 
 
 # ---- Signs of life

@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.supervisor import RunningClock, assemble
+from flytekitplugins.daskpytorch.driver.supervisor import Assembled, RunningClock
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.node.hardware import local_versions
@@ -114,7 +114,6 @@ class Rank:
     step: int = 0
     is_ready: bool = False
     has_delivered: bool = False
-    has_failed: bool = False
     number: int = 0
     """Which sharded checkpoint it writes, or will write next."""
     has_written: bool = False
@@ -163,11 +162,9 @@ class MoodyVault(Vault):
     """A vault whose storage may fail at commits."""
 
     fails = False
-    num_failures = 0
 
     def name(self, *made: CheckpointEntry) -> None:
         if self.fails and made:
-            self.num_failures += 1
             raise OSError("the storage is not in the mood")
         super().name(*made)
 
@@ -225,7 +222,6 @@ class Watcher(Observer):
         self.reasons: list[str] = []
         self.resumed: list[int | None] = []
         self.checkpoints: list[Sequence[SavedCheckpoint]] = []
-        self.num_formed = 0
         self.kinds: list[str] = []
         """Kinds of the failures after which the gang restarted."""
         self.evaluated: list[tuple[int, Mapping[str, Any]]] = []
@@ -258,24 +254,11 @@ class Watcher(Observer):
         self.reasons.append(reason)
         self.resumed.append(step)
 
-    def on_formed(self, seconds: float) -> None:
-        self.num_formed += 1
-
     def on_log(self, record: LogRecord) -> None:
         if record.is_evaluation:
             self.evaluated.append((record.step, record.metrics))
         if self.wish is not None:
             raise self.wish
-
-
-@dataclass
-class OfStaying:
-    """Record of the calls of a staying gang's ranks."""
-
-    begun: list[tuple[int, int]] = field(default_factory=list)
-    """Ranks, and the calls that they have begun."""
-    freed: list[tuple[int, int]] = field(default_factory=list)
-    """The same with the kept values that they have freed."""
 
 
 class World:
@@ -313,8 +296,7 @@ class World:
         """By attempt and number of a save that all ranks have written: the ranks."""
         self.unwritten: set[tuple[int, int]] = set()
         """Saves that a rank cannot write, by attempt and number."""
-        self.commits: set[tuple[int, int]] = set()
-        self.given_up: set[tuple[int, int]] = set()
+        self.commits, self.given_up = set[tuple[int, int]](), set[tuple[int, int]]()
         self.agents: list[Agent] = []
         self.starts: list[messages.Start] = []
         """The first order of each attempt."""
@@ -340,7 +322,8 @@ class World:
             num_least=settings.get("min_workers") or num_workers,
             clock=self.clock,
         )
-        self.of_staying = OfStaying()
+        self.begun, self.freed = list[tuple[int, int]](), list[tuple[int, int]]()
+        """Ranks of a staying gang, each with a call that it has begun, or a kept value that it has freed."""
         what: dict[str, Any] = {"name": "m.train", "ranks_per_worker": ranks_per_worker, "storage": storage}
         what |= {"call": b"" if calls is None else None, "calls": calls}
         what |= {"evaluation": EVALUATION if self.settings.evaluate is not None else None}
@@ -348,7 +331,7 @@ class World:
         self.register.launch(self.cluster.workers)
         observers = Observers([self.watcher], name=request.name, hints=self.settings.hints, clock=self.clock)
         self.evaluations: list[Evaluation] = []
-        gang = assemble(
+        gang = Assembled(
             request,
             self.register,
             self.committer,
@@ -526,7 +509,7 @@ class World:
                 case NextCall(number=number):
                     self._call(rank, number)
                 case Forget(number):
-                    self.of_staying.freed.append((rank.rank, number))
+                    self.freed.append((rank.rank, number))
                 case Finish():
                     rank.has_delivered = True
                     self.report(agent, rank.rank, Returned(rank.rank))
@@ -553,7 +536,7 @@ class World:
         if rank.call is not None or rank.has_delivered or not rank.is_ready:
             self.complaints.append(f"rank {rank.rank} was told to begin call {number} while it had other work")
         rank.call = number
-        self.of_staying.begun.append((rank.rank, number))
+        self.begun.append((rank.rank, number))
 
     def end_call(self, rank: int, error: BaseException | None = None) -> None:
         """A rank of a staying gang returns from its call, or raises."""
@@ -709,7 +692,6 @@ class World:
 
     def fail(self, agent: Agent, rank: int, error: Exception) -> None:
         """A rank's function raises."""
-        agent.ranks[rank].has_failed = True
         failure = Failure.of(error, self.clock(), position=(agent.ranks[rank].step, 0))
         self.report(agent, rank, replace(failure, recalled=self.recalled.get(rank)))
         self.leave(agent, rank, 1)

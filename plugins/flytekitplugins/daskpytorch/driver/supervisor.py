@@ -6,7 +6,6 @@ import os
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,44 +37,34 @@ from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_exe
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 
 
-@dataclass(frozen=True)
 class Assembled:
-    state: GangState
-    checkpoints: Checkpoints
-    evaluator: Evaluator
-    debugger: Debugger
-    accounting: Accounting
-
-
-def assemble(
-    request: Request,
-    agents: Agents,
-    committer: Committer,
-    observers: Observers,
-    received: ReceivedResults,
-    make: MakeGang,
-    debugging: Debugging,
-    *,
-    asked_at: float,
-    clock: Callable[[], float] = time.monotonic,
-    running_clock: Callable[[], float] | None = None,
-) -> Assembled:
-    """`running_clock` counts all deadlines, perhaps without times in which the driver was suspended."""
-    state = GangState(request, agents, observers, received, asked_at=asked_at, clock=running_clock or clock)
-    made = Assembled(
-        state,
-        checkpoints=Checkpoints(state, committer),
-        evaluator=Evaluator(state, committer.vault, make),
-        debugger=Debugger(state, debugging),
-        accounting=Accounting(state, clock, committer.vault),
-    )
-    calls = [request.calls] if isinstance(request.calls, Calls) else []
-    for part in calls:
-        part.join(state)
-    # Evaluations hold a checkpoint before it counts, and the goodput counts it before observers hear of it.
-    seeing = [made.evaluator, made.accounting, made.debugger, *calls, made.checkpoints]
-    state.use([*seeing, Preemption(state), HangWatch(state), Growth(state)])
-    return made
+    def __init__(
+        self,
+        request: Request,
+        agents: Agents,
+        committer: Committer,
+        observers: Observers,
+        received: ReceivedResults,
+        make: MakeGang,
+        debugging: Debugging,
+        *,
+        asked_at: float,
+        clock: Callable[[], float] = time.monotonic,
+        running_clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`running_clock` counts all deadlines, perhaps without times in which the driver was suspended."""
+        state = GangState(request, agents, observers, received, asked_at=asked_at, clock=running_clock or clock)
+        self.state = state
+        self.checkpoints = Checkpoints(state, committer)
+        self.evaluator = Evaluator(state, committer.vault, make)
+        self.debugger = Debugger(state, debugging)
+        self.accounting = Accounting(state, clock, committer.vault)
+        calls = [request.calls] if isinstance(request.calls, Calls) else []
+        for part in calls:
+            part.join(state)
+        # Evaluations hold a checkpoint before it counts, and the goodput counts it before observers hear of it.
+        seeing = [self.evaluator, self.accounting, self.debugger, *calls, self.checkpoints]
+        state.use([*seeing, Preemption(state), HangWatch(state), Growth(state)])
 
 
 class RunningClock:
@@ -215,7 +204,7 @@ class Supervisor:
             post=self._calls.put,
             num_least=request.settings.min_workers or launcher.num_wanted,
         )
-        gang = assemble(
+        gang = Assembled(
             request,
             agents,
             committer,
