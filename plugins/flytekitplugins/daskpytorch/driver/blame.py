@@ -45,31 +45,32 @@ def _severity(exit_: RankExit) -> int:
     return 2 if exit_.out_of_memory else 1
 
 
-def describe(exit_: RankExit) -> str:  # noqa: PLR0911 - a return for each end
-    if exit_.left_by:
-        return exit_.left_by
-    if exit_.failure is not None or exit_.gpu_fault:
-        return _describe_error(exit_)
+def end_of(exit_: RankExit) -> tuple[Kind, str]:
+    """Return the kind of a rank's end, and its cause in words."""
+    kind, cause = _own_end_of(exit_)
+    return "desync" if exit_.left_by or exit_.difference is not None else kind, exit_.left_by or cause
+
+
+def _own_end_of(exit_: RankExit) -> tuple[Kind, str]:  # noqa: PLR0911 - a return for each end
+    if exit_.gpu_fault:
+        return "lost", f"{exit_.gpu} of host {exit_.host} failed: {exit_.gpu_fault}"
+    if exit_.failure is not None:
+        name, text = exit_.failure.type_name, exit_.failure.message
+        return _kind_of_exception(exit_.failure), f"{name}: {text}" if text else name
     if exit_.hang is not None:
-        return exit_.hang.partition("\n")[0]
+        return "hang", exit_.hang.partition("\n")[0]
     if exit_.exitcode is None:
         last_line = (exit_.agent_traceback or "").rstrip().rpartition("\n")[2]
-        return f"the agent that watches it failed: {last_line}" if last_line else "its worker was lost"
+        return "lost", f"the agent that watches it failed: {last_line}" if last_line else "its worker was lost"
     if exit_.out_of_memory:
-        return "killed for memory: the container's limit was reached (raise its mem limit, or use less)"
+        return "memory", "killed for memory: the container's limit was reached (raise its mem limit, or use less)"
     if exit_.exitcode < 0:
         number = -exit_.exitcode
         hint = " (killed from outside, or for memory)" if number == signal.SIGKILL else ""
         hint += f" of torch's NCCL watchdog, which said: {exit_.watchdog.strip()[:500]}" if exit_.watchdog else ""
-        return f"ended by signal {number}, {_signal_name(number)}{hint}"
-    return f"its process ended with exit code {exit_.exitcode}, without an exception"
-
-
-def _describe_error(exit_: RankExit) -> str:
-    if exit_.gpu_fault or exit_.failure is None:
-        return f"{exit_.gpu} of host {exit_.host} failed: {exit_.gpu_fault}"
-    name, text = exit_.failure.type_name, exit_.failure.message
-    return f"{name}: {text}" if text else name
+        kind: Kind = "lost" if exit_.watchdog else "signal"  # the watchdog has lost a peer or the network
+        return kind, f"ended by signal {number}, {_signal_name(number)}{hint}"
+    return "exit", f"its process ended with exit code {exit_.exitcode}, without an exception"
 
 
 def _signal_name(number: int) -> str:
@@ -87,19 +88,20 @@ def error_of(root_failure: RankExit, world_size: int, refusal: str = "", history
     type_ = GangHungError if root_failure.hang is not None and root_failure.failure is None else GangError
     if root_failure.is_infrastructure:
         type_ = WorkerLostError
+    kind, cause = end_of(root_failure)
     error = type_(
         _message(root_failure, world_size, refusal, history),
         rank=root_failure.rank,
         worker=root_failure.worker,
         host=root_failure.host,
-        cause=describe(root_failure),
+        cause=cause,
         step=root_failure.position[0],
         time=root_failure.failure.time if root_failure.failure else root_failure.time,
         rank_traceback=root_failure.failure.traceback if root_failure.failure else "",
         log_tail=root_failure.log_tail,
         is_repeated=refusal == REPEATED,
         exit_code=root_failure.own_exit_code,
-        kind=kind_of(root_failure),
+        kind=kind,
     )
     original = root_failure.failure.rebuilt() if root_failure.failure and not root_failure.left_by else None
     if original is None or root_failure.is_infrastructure:
@@ -112,7 +114,7 @@ def _message(root_failure: RankExit, world_size: int, refusal: str, history: Seq
     who, step = f"rank {root_failure.rank}", root_failure.position[0]
     where = f" after step {step}" if step is not None else ""
     on = title_of(root_failure.worker, root_failure.host)
-    message = f"{who} of {world_size} failed on {on}{where}: {describe(root_failure)}"
+    message = f"{who} of {world_size} failed on {on}{where}: {end_of(root_failure)[1]}"
     if refusal:
         message += f"\n\nNot started again, because {refusal}."
     if history:
@@ -130,22 +132,6 @@ def _message(root_failure: RankExit, world_size: int, refusal: str, history: Seq
         message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]{also}):\n"
         message += root_failure.log_tail
     return message
-
-
-def kind_of(exit_: RankExit) -> Kind:  # noqa: PLR0911 - a return for each kind
-    if exit_.left_by or exit_.difference is not None:
-        return "desync"
-    if exit_.gpu_fault:
-        return "lost"
-    if exit_.failure is not None:
-        return _kind_of_exception(exit_.failure)
-    if exit_.hang is not None:
-        return "hang"
-    if exit_.out_of_memory:
-        return "memory"
-    if exit_.exitcode is None or exit_.watchdog:  # the watchdog has lost a peer or the network
-        return "lost"
-    return "signal" if exit_.exitcode < 0 else "exit"
 
 
 def _kind_of_exception(failure: Failure) -> Kind:
@@ -190,7 +176,7 @@ class AttemptFailure:
 
         Names the failed rank's last known step, unless the next attempt begins later, at `newest_step`.
         """
-        how, failure = describe(root_failure), root_failure.failure
+        (kind, how), failure = end_of(root_failure), root_failure.failure
         is_late = has_delivered and not root_failure.is_infrastructure  # all ranks had ended their program before
         step = root_failure.position[0]
         where = f" after step {step}" if step is not None and step >= (newest_step or step) else ""
@@ -200,10 +186,10 @@ class AttemptFailure:
             cause=cause if failure is None or root_failure.gpu_fault else f"{failure.type_name} at {failure.place}",
             position=root_failure.position,
             is_infrastructure=root_failure.is_infrastructure,
-            kind=kind_of(root_failure),
+            kind=kind,
             is_exception=failure is not None and not failure.is_consequence and not root_failure.gpu_fault,
             is_final=bool(root_failure.left_by) or (failure.is_final if failure is not None else is_late),
-            adapts=adapts and kind_of(root_failure) == "memory",
+            adapts=adapts and kind == "memory",
             gets_further=gets_further,
         )
 

@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE, AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment
-from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, StopRequest, is_complete, is_late
+from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, StopRequest, is_complete, late_at
 from flytekitplugins.daskpytorch.errors import GangCancelledError, Kind, PreemptedError, WorkerLostError
 from flytekitplugins.daskpytorch.node.hardware import check_versions
 from flytekitplugins.daskpytorch.process import ending
@@ -169,7 +169,8 @@ class Brain:
         return is_independent and not self._state.blocks(Moment.STOP)
 
     def _is_to_end(self, attempt: Attempt) -> bool:
-        if is_late(self._state, attempt):
+        deadline = late_at(self._state, attempt)
+        if deadline is not None and self._now() >= deadline:
             self._late = attempt.places.keys() - attempt.ready
             return True
         for part in self._state.parts:
@@ -178,14 +179,7 @@ class Brain:
         return False
 
     def _moments(self, attempt: Attempt) -> list[float | None]:
-        request = self._state.stop_request
-        is_waited_for = not attempt.is_formed and not self._state.blocks(Moment.LATE)
-        return [
-            attempt.stop_at,
-            attempt.began_at + self._settings.start_timeout if is_waited_for else None,
-            request.deadline if request is not None and not attempt.has_delivered else None,
-            *(part.due(attempt) for part in self._state.parts),
-        ]
+        return [attempt.stop_at, late_at(self._state, attempt), *(part.due(attempt) for part in self._state.parts)]
 
     def _let_leave(self, attempt: Attempt) -> None:
         if attempt.stop_at is None and not self._state.blocks(Moment.LEAVE):
@@ -262,7 +256,6 @@ class Brain:
         limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
         if self._state.blocks(Moment.RESTART) and self._waits_for_checkpoints(limit):
             return None
-        self._state.enter("settled")
         return self._go_on()
 
     def _go_on(self) -> Phase:

@@ -22,9 +22,8 @@ from flytekitplugins.daskpytorch.protocol.messages import Question
 
 ANSWER_TIME = 0.4
 """Seconds for the ranks' answers to a question about a failure or a hang. Then the driver goes on."""
-Stage = Literal["gathering", "starting", "training", "stopping", "settling", "settled"]
-"""Workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended, nothing of the attempt is
-awaited."""
+Stage = Literal["gathering", "starting", "training", "stopping", "settling"]
+"""Workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended."""
 
 
 @dataclass(frozen=True)

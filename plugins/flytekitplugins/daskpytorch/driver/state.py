@@ -330,9 +330,9 @@ class GangState:
             self.observers.tell(journal.Formed(seconds=self.now() - began_at))
 
 
-def is_late(state: GangState, attempt: Attempt) -> bool:
-    is_due = state.now() >= attempt.began_at + state.request.settings.start_timeout
-    return is_due and not attempt.is_formed and not state.blocks(Moment.LATE)
+def late_at(state: GangState, attempt: Attempt) -> float | None:
+    is_awaited = not attempt.is_formed and not state.blocks(Moment.LATE)
+    return attempt.began_at + state.request.settings.start_timeout if is_awaited else None
 
 
 def is_complete(state: GangState, attempt: Attempt) -> bool:
