@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flytekitplugins.daskpytorch import Evaluate
 from flytekitplugins.daskpytorch.driver import brain
-from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, Agents, Peer
+from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE, Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.errors import (
@@ -605,6 +605,20 @@ def test_failure_of_an_agent_is_no_error_of_the_function(gang_of: MakeWorld) -> 
     assert isinstance(error, WorkerLostError)
     assert "the agent that watches it failed: OSError: a full disk" in str(error)
     assert "Traceback of its agent:\nTraceback ..." in str(error)
+
+
+def test_suspended_worker_that_comes_back_is_used_again(gang_of: MakeWorld) -> None:
+    world = gang_of(start_timeout=600.0)
+    world.train()
+    world.agent(W2).is_suspended = True
+    world.wait(MAX_SILENCE + 3)
+    world.obey_all()
+    world.wait(60.0)
+    assert len(world.starts) == 1  # all workers are needed
+    world.form()  # ... and the suspended one has come to life
+    assert len(world.starts) == 2
+    world.finish()
+    assert world.results == [0, 1]
 
 
 def test_gang_of_this_node_waits_for_no_workers(world_of: MakeWorld) -> None:
