@@ -165,6 +165,12 @@ def test_newcomer_that_is_taken_away_again_does_not_stop_the_smaller_gang(world_
     assert world.results == [0]
 
 
+def test_whole_gang_has_nothing_to_say_at_its_end(world_of: MakeWorld) -> None:
+    world = world_of(min_workers=1)
+    world.finish()
+    assert (world.results, world.watcher.notes) == ([0, 1], [])
+
+
 # ---- Errors of the function -----------------------------------------------------------------------------------------
 
 
@@ -372,22 +378,6 @@ def folders(world: World) -> list[str]:
     return sorted(f"{path.parent.name}/{path.name.rpartition('-')[0]}" for path in found)
 
 
-def test_shards_count_once_all_ranks_have_written_them_and_storage_has_the_manifest(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.write_shards(world.agent(W1))
-    world.work()
-    assert world.commits == set()
-    world.write_shards(world.agent(W2))
-    world.obey_all()
-    assert world.watcher.kept_steps == []  # all have written, but nothing is committed
-    world.work()
-    world.obey_all()
-    assert world.watcher.kept_steps == [100]
-    [newest] = world.checkpoints.sharded
-    assert (newest.step, newest.size) == (100, 10)
-    assert world.complaints == []
-
-
 def test_shards_that_one_rank_cannot_write_are_given_up(gang_of: MakeWorld) -> None:
     world = gang_of()
     world.write_shards(world.agent(W2), fails=True)
@@ -433,22 +423,6 @@ def test_gang_that_starts_again_waits_for_what_is_being_committed(gang_of: MakeW
     else:
         world.wait(30.0)
     assert world.watcher.resumed == ([100] if arrives else [None])
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_results_wait_for_the_commit_of_the_last_shards_or_its_failure(gang_of: MakeWorld, fails: bool) -> None:
-    world = gang_of()
-    world.checkpoints.fails = fails
-    for agent in world.connected():
-        world.write_shards(agent)
-        world.deliver(agent)
-    world.obey_all()
-    world.wait(1.0)
-    assert world.results is None
-    world.work()
-    assert world.results == [0, 1]
-    assert world.commits == (set() if fails else {(0, 0)})
-    assert any("was not kept (OSError(" in note for note in world.watcher.notes) is fails
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -524,19 +498,6 @@ def test_shards_count_as_progress_and_let_the_gang_grow(world_of: MakeWorld) -> 
 
 
 # ---- Agents ---------------------------------------------------------------------------------------------------------
-
-
-def test_agent_that_dials_in_again_has_lost_its_ranks(gang_of: MakeWorld) -> None:
-    world = gang_of()
-    world.train()
-    world.join(W2)
-    world.obey_all()
-    world.form()
-    assert [start.job.attempt for start in world.starts] == [0, 1]
-    assert "rank 1" in world.watcher.reasons[0]
-    assert "its worker was lost" in world.watcher.reasons[0]
-    world.finish()
-    assert world.results == [0, 1]
 
 
 def test_all_ranks_stop_at_the_foremost_ranks_call(gang_of: MakeWorld) -> None:
