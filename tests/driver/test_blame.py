@@ -381,15 +381,6 @@ def test_errors_without_a_rank_have_the_kind_of_their_class() -> None:
     assert {cls: pickle.loads(pickle.dumps(cls("message"))).kind for cls in kinds} == kinds
 
 
-@pytest.mark.parametrize(("saved", "is_said"), [(None, True), (46, True), (50, False)])
-def test_the_note_of_a_restart_names_no_step_before_the_one_from_which_it_goes_on(
-    saved: int | None, *, is_said: bool
-) -> None:
-    failure = AttemptFailure.of(rank_exit(1, 3, step=46), gets_further=True, newest_step=saved)
-    assert ("after step 46" in failure.what) == is_said
-    assert failure.position == (46, None)
-
-
 def test_verdict_says_what_went_before_and_why_it_ends_there() -> None:
     failed = rank_exit(0, 3, step=17)
     error = error_of(failed, 2, "max_restarts=2 is used up", ["rank 1: first loss", "rank 0: second loss"])

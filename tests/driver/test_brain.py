@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flytekitplugins.daskpytorch import Evaluate
 from flytekitplugins.daskpytorch.driver import brain
-from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME, MAX_SILENCE, Agents, Peer
+from flytekitplugins.daskpytorch.driver.agents import MAX_SILENCE, Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.errors import (
@@ -111,26 +111,10 @@ def shrunk(world: World, *lost: str) -> Agent:
 # ---- Growing --------------------------------------------------------------------------------------------------------
 
 
-def test_gang_that_lacks_two_takes_both_newcomers_in_at_once(world_of: MakeWorld) -> None:
+def test_gang_grows_by_the_one_newcomer(world_of: MakeWorld) -> None:
     world = world_of(3, min_workers=1)
     shrunk(world, W2, W3)
     world.join(world.new_worker())
-    world.train()  # another may follow
-    assert len(world.starts) == 2
-    world.join(world.new_worker())
-    world.train()
-    world.form()
-    assert world.watcher.reasons.count("more workers have come") == 1
-    assert world.starts[-1].job.attempt == 2
-    world.finish()
-    assert world.results == [0, 1, 2]
-
-
-def test_gang_grows_by_the_one_newcomer_if_no_other_follows(world_of: MakeWorld) -> None:
-    world = world_of(3, min_workers=1)
-    shrunk(world, W2, W3)
-    world.join(world.new_worker())
-    world.wait(GROWTH_SETTLE_TIME + 0.5)
     world.train()
     world.obey_all()
     world.wait(1.0)  # a third may follow
@@ -225,15 +209,6 @@ def test_a_checkpoint_that_is_on_its_way_counts(gang_of: MakeWorld) -> None:
     assert len(world.starts) == 2
 
 
-def test_a_gang_settles_from_the_loss_and_not_from_the_end_of_its_ranks(gang_of: MakeWorld) -> None:
-    world = gang_of(min_workers=1)
-    world.kill_worker(W2)
-    world.wait(brain.SETTLE_TIME)
-    assert len(world.starts) == 1  # the other rank has still to end
-    world.obey_all()
-    assert len(world.starts) == 2
-
-
 @pytest.mark.parametrize("is_missed", [False, True])
 def test_end_of_a_rank_that_has_delivered_counts_only_if_another_misses_it(
     gang_of: MakeWorld, *, is_missed: bool
@@ -251,8 +226,8 @@ def test_end_of_a_rank_that_has_delivered_counts_only_if_another_misses_it(
 def test_losses_that_come_together_cost_one_start(gang_of: MakeWorld) -> None:
     world = gang_of(3, min_workers=1)
     world.kill_worker(W2)
-    world.wait(0.8 * brain.SETTLE_TIME)
     world.obey_all()
+    world.wait(0.8 * brain.SETTLE_TIME)
     assert len(world.starts) == 1
     world.kill_worker(W3)
     world.wait(0.3 * brain.SETTLE_TIME)

@@ -23,10 +23,6 @@ SCHEDULER_TIMEOUT = 5.0
 """Seconds without an answer after which a disconnected Dask scheduler counts as lost: a client reconnects sooner."""
 BUSY_SCHEDULER_TIMEOUT = 30.0
 """As `SCHEDULER_TIMEOUT`, for a connected scheduler, which may be busy. Dask's own timeout."""
-
-
-GROWTH_SETTLE_TIME = 1.0
-"""Seconds between a new worker's arrival and the restart that includes it, as more workers often follow."""
 Action = Callable[[], object]
 
 
@@ -36,7 +32,6 @@ class Peer:
     meets_at: tuple[str, int]
     connection: Connection
     """The receiving thread sets its `heard_at`, the time of the agent's last message."""
-    joined_at: float
     traceback: str | None = None
     """Of the agent's own error, after which its connection ends."""
 
@@ -134,8 +129,8 @@ class Agents:
         self.expected.discard(worker)
         self._silent_workers.discard(worker)
         self.lost.pop(worker, None)
-        connection.heard_at = now = self.clock()
-        peer = Peer(hello.node, hello.meets_at, connection, joined_at=now)
+        connection.heard_at = self.clock()
+        peer = Peer(hello.node, hello.meets_at, connection)
         self.peers[worker] = self._by_connection[connection] = peer
         return displaced
 
@@ -179,12 +174,8 @@ class Agents:
         self._launch([peer.node.worker])
 
     def can_grow(self, carriers: Collection[str]) -> bool:
-        """Return True if a restart would add workers to these `carriers`, and more are unlikely to follow."""
-        spare = [self.peers[worker] for worker in self.sound_workers() - set(carriers)]
-        if not spare or not self.leaving.isdisjoint(carriers):
-            return False
-        is_whole = len(carriers) + len(spare) >= self.num_wanted
-        return is_whole or self.clock() >= max(peer.joined_at for peer in spare) + GROWTH_SETTLE_TIME
+        """Return True if a restart would add workers to these `carriers`."""
+        return bool(self.sound_workers() - set(carriers)) and self.leaving.isdisjoint(carriers)
 
     def recruit(self) -> None:
         """Launch agents on new workers while the gang lacks some. Raises `ConnectionError` if the scheduler is lost."""

@@ -170,16 +170,11 @@ class AttemptFailure:
         gets_further: bool,
         has_delivered: bool = False,
         adapts: bool = False,
-        newest_step: int | None = None,
     ) -> Self:
-        """Summarise an attempt.
-
-        Names the failed rank's last known step, unless the next attempt begins later, at `newest_step`.
-        """
         (kind, how), failure = end_of(root_failure), root_failure.failure
         is_late = has_delivered and not root_failure.is_infrastructure  # all ranks had ended their program before
         step = root_failure.position[0]
-        where = f" after step {step}" if step is not None and step >= (newest_step or step) else ""
+        where = f" after step {step}" if step is not None else ""
         cause = "a hang" if root_failure.hang is not None else how
         return cls(
             what=f"rank {root_failure.rank} on {title_of(root_failure.worker, root_failure.host)}{where}: {how}",

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from flytekitplugins.daskpytorch.driver.agents import GROWTH_SETTLE_TIME
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE, AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment
@@ -30,8 +29,10 @@ BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
 MAX_LEAVE_WAIT = 75.0 + ending.MAX_WAIT
 """Seconds between the last rank's result and its exit, for rank 0's observers and Python's exit."""
+GPU_SETTLE_TIME = 1.0
+"""Seconds between a GPU's failure and a restart that may use that GPU, as the cluster may offer another worker."""
 SETTLE_TIME = 0.2
-"""Seconds between a worker's loss and a restart with fewer workers, as more losses often follow."""
+"""Seconds between an attempt's end and a restart with fewer workers, as more losses often follow."""
 TICK = 1.0
 
 
@@ -89,14 +90,14 @@ class Brain:
     # ---- forming an attempt
 
     def _begin_to_gather(self) -> Phase:
-        now, lost_at = self._now(), self._state.lost_at
+        now = self._now()
         is_first = self._state.number == 0
         self._state.enter("gathering")
         self._state.attempt = None
         self._deadline = (self._state.asked_at if is_first else now) + self._settings.start_timeout
-        self._settled_at = now if is_first else (now if lost_at is None else lost_at) + SETTLE_TIME
-        if self._agents.faulty_gpus:  # the cluster may offer another worker
-            self._settled_at = now + GROWTH_SETTLE_TIME
+        self._settled_at = now if is_first else now + SETTLE_TIME
+        if self._agents.faulty_gpus:
+            self._settled_at = now + GPU_SETTLE_TIME
         return self._gather
 
     def _gather(self) -> Phase | None:
@@ -303,9 +304,8 @@ class Brain:
         # The stop request itself may make a rank fail.
         is_on_its_way = self._state.blocks(Moment.RESTART) or self._state.stop_request is not None
         gets_further = attempt.has_progressed or is_on_its_way
-        root, step = attempt.root_failure(), self._state.newest_step()
-        has, adapts = attempt.has_delivered, attempt.adapts
-        return AttemptFailure.of(root, gets_further=gets_further, has_delivered=has, adapts=adapts, newest_step=step)
+        root, has, adapts = attempt.root_failure(), attempt.has_delivered, attempt.adapts
+        return AttemptFailure.of(root, gets_further=gets_further, has_delivered=has, adapts=adapts)
 
     def _preempted(self, request: StopRequest, failure: str | None = None) -> Exception:
         reason = SCHEDULER_LOST if request.is_workers and self._state.has_lost_scheduler else request.reason

@@ -102,7 +102,6 @@ class GangState:
     """True while the ranks of the attempt are neither told to stop nor all ended."""
     stop_request: StopRequest | None = None
     is_cancelled = False
-    lost_at: float | None = None
     parts: Sequence[Part] = ()
 
     def __init__(
@@ -163,7 +162,7 @@ class GangState:
 
     def begin(self, attempt: Attempt) -> None:
         self.attempt, self.is_training = attempt, True
-        self.stop_request = self.lost_at = None
+        self.stop_request = None
         attempt.on_over = functools.partial(self._note_over, attempt)
         for part in self.parts:
             part.begin(attempt)
@@ -249,7 +248,6 @@ class GangState:
         worker = peer.node.worker
         if self.attempt is not None and worker in self.attempt.ranks_of:
             self.attempt.lose(worker, peer.traceback)
-            self.lost_at = self.now()
 
     def _note_leaving(self, peer: Peer) -> None:
         self.agents.leaving.add(peer.node.worker)
