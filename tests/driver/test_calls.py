@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,28 @@ def test_it_does_not_restart_for_more_workers(tmp_path: Path) -> None:
 
 
 # ---- Ctrl-C and cancel
+
+
+def test_a_cancelled_call_that_waits_never_begins(world: Staying) -> None:
+    world.ask()
+    world.of_gang.cancel(world.ask().number)
+    assert isinstance(world.outcomes[2].end, CancelledError)
+    world.end()
+    assert world.begun == [(0, 1), (1, 1)]
+    assert world.values(1) == {0: (1, 0), 1: (1, 1)}
+    assert not world.is_over
+
+
+def test_a_cancelled_call_that_runs_ends_the_gang_and_all_calls(world: Staying) -> None:
+    first, _ = world.ask(), world.ask()
+    world.of_gang.cancel(first.number)
+    world.obey_all()
+    world.wait(2.0)
+    error = raised(world)
+    assert isinstance(error, GangCancelledError)
+    world.of_gang.note_end(error)
+    assert [outcome.end for outcome in world.outcomes.values()] == [error, error]
+    assert not world.of_gang.ask(first)
 
 
 def test_a_call_that_saves_a_checkpoint_after_ctrl_c_may_return(world: Staying) -> None:
