@@ -31,7 +31,7 @@ SHOWN = ("torch", "distributed", "flytekit", "numpy")
 COLUMNS = ("corner", "Python", *SHOWN, "tests", "gangs", "on")
 GANGS = (
     "tests/scenarios/test_spawn_integration.py::test_what_a_rank_is_given_and_gives",
-    "tests/scenarios/test_task_integration.py::test_a_workflow_runs_locally_and_leaves_nothing",
+    "tests/scenarios/test_docs_integration.py::test_the_task_that_sends_files_returns_them",
 )
 """One on the task's own node, one on a Dask cluster."""
 OF_LIBRARIES = (

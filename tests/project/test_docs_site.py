@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from browser import look_at_files, search
 from docstring_examples import MODULES, OF_FLYTE, PACKAGE
 from docstring_examples import public_names as named_objects
 from pages import PAGES, REPOSITORY
@@ -101,32 +100,3 @@ def test_pages_ask_nothing_of_a_network(site: Path) -> None:
     assert len(pages) > len(REFERENCE)
     assert [path.name for path in pages if re.search(loaded, path.read_text())] == []
     assert [path.name for path in site.rglob("*.css") if re.search(r"url\(\W?(?:https?:)?//", path.read_text())] == []
-
-
-@pytest.mark.slow
-def test_the_search_finds_the_words_that_people_look_for(site: Path, tmp_path: Path) -> None:
-    pages = {
-        "autocast": "guides/training_loop.html",
-        "CUDA_VISIBLE_DEVICES": "guides/sweeps.html",
-        "encryption": "guides/operators.html",
-        "ephemeral_storage": "guides/run_on_flyte.html",
-        "faq": "questions.html",
-        "ImageSpec": "installing.html",
-        "limitations": "limitations.html",
-        "NetworkPolicy": "guides/operators.html",
-        "reproducible": "questions.html",
-        "resume": "guides/checkpoints.html",
-        "three of four GPUs": "guides/gpus.html",
-        "troubleshooting": "reference/what_happens.html",
-        "upgrade": "installing.html",
-    }
-    found = search(site, list(pages), tmp_path)
-    assert {word: found[word] for word, page in pages.items() if page not in found[word]} == {}
-
-
-@pytest.mark.slow
-def test_pages_fit_a_screen_and_a_telephone(site: Path, tmp_path: Path) -> None:
-    pages = {name: site / name[5:].replace(".md", ".html") for name in PAGES if name.startswith("docs/")}
-    looked_at = look_at_files(pages, tmp_path, [1200, 400])
-    assert len(looked_at) == 2 * len(pages)
-    assert {name: found for name, found in looked_at.items() if found != (0, [])} == {}

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -181,17 +180,6 @@ def test_held_rank_is_looked_at_and_then_its_error_is_the_gangs() -> None:
     finally:
         end(run)
     assert "\nValueError: bad value 31" in log.read_text()
-
-
-def test_rank_to_which_nobody_attaches_is_held_for_the_stated_time(tmp_path: Path) -> None:
-    notes = Notes()
-    settings = {"on_error": "hold", "attach_timeout": 4.0, "hang_timeout": 1.0, "max_restarts": 0}
-    begun_at = time.monotonic()
-    futures = on_this_machine(fail, str(tmp_path), observers=[notes], **settings)
-    with pytest.raises(ValueError, match="bad value 31"):
-        futures.result(timeout=200)
-    assert time.monotonic() - begun_at >= settings["attach_timeout"]
-    assert len(notes.told(HELD)) == 1
 
 
 def test_error_of_a_held_rank_is_the_cause_of_what_comes_later(tmp_path: Path) -> None:

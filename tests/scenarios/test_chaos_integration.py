@@ -29,6 +29,7 @@ def run(script: str, *arguments: str) -> None:
         "--seed 17 --only 2",
         "--seed 3 --staying 1",
         pytest.param("--seed 17 --schedules 10", marks=pytest.mark.slow),
+        pytest.param("--seed 17 --schedules 10 --storage 1", marks=pytest.mark.slow),
         pytest.param("--seed 17 --staying 16", marks=pytest.mark.slow),
     ],
 )

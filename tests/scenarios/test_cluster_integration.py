@@ -11,7 +11,6 @@ from distributed import Client
 from distributed.security import Security
 
 from flytekitplugins.daskpytorch import current_rank, dispatch
-from flytekitplugins.daskpytorch.dask import cluster as clusters
 from processes import SCRIPTS, Cluster, dask_cluster, nothing_left_behind, run_program
 
 TASK = """
@@ -84,8 +83,3 @@ def test_a_gang_runs_for_a_client_with_a_security_of_its_own(encrypted: Cluster,
     with Client(encrypted.address, security=security) as client:
         client.wait_for_workers(2)
         assert dispatch.run(client, add, offset=1).result() == [3, 3]
-
-
-def test_a_scheduler_that_wants_tls_does_not_take_a_stranger(encrypted: Cluster) -> None:
-    with pytest.raises(OSError, match=r"closed|reset|connect"):
-        clusters.greet(encrypted.address.replace("tls:", "tcp:"), 1.0)

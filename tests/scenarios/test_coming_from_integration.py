@@ -20,13 +20,12 @@ PAGE = (REPOSITORY / "docs" / "coming_from.md").read_text()
 SECTIONS = {section.partition("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
 
 
-def programs(title: str) -> tuple[str, str]:
-    """A section's program before and after what its block says."""
+def program(title: str) -> str:
+    """A section's program after what its block says."""
     [block] = re.findall(r"^```diff\n(.*?)^```$", SECTIONS[title], re.MULTILINE | re.DOTALL)
     lines = block.splitlines()
     assert all(line[:1] in ("-", "+", " ") for line in lines)
-    before, after = ("\n".join(line[1:] for line in lines if line[0] != drop) + "\n" for drop in "+-")
-    return before, after
+    return "\n".join(line[1:] for line in lines if line[0] != "-") + "\n"
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def changed(title: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program afterwards, imported."""
-    (folder / f"{name}.py").write_text(programs(title)[1])
+    (folder / f"{name}.py").write_text(program(title))
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     return import_module(name)
@@ -55,26 +54,6 @@ def as_script(module: ModuleType) -> Any:
     source = Path(str(module.__file__)).read_text()
     block = source.partition('if __name__ == "__main__":\n')[2]
     exec(compile("if True:\n" + block, str(module.__file__), "exec"), vars(module))
-
-
-def test_every_block_is_a_program_before_and_after() -> None:
-    *others, beside = SECTIONS
-    with_blocks = [title for title in others if title != "torchrun"]  # which has commands alone
-    assert PAGE.count("```diff\n") == len(with_blocks) == 3
-    assert PAGE.count("```") == 8
-    assert beside == "Beside Flyte 2's ClusteredTaskEnvironment and Monarch"
-    for title in with_blocks:
-        for program in programs(title):
-            compile(program, title, "exec")
-
-
-def test_statements_about_flyte_2s_own_environment_are_true() -> None:
-    clustered = pytest.importorskip("flyte.clustered")
-    made = clustered.ClusteredTaskEnvironment("e", replicas=2, nproc_per_node=4)
-    assert (made.runtime, made.failure_policy.max_restarts) == (clustered.TorchRun(), 0)
-    assert not made.failure_policy.restart_on_host_maintenance
-    with pytest.raises(ValueError, match="nproc_per_node must be 1"):
-        clustered.ClusteredTaskEnvironment("e", replicas=2, nproc_per_node=4, runtime=clustered.JaxRun())
 
 
 @pytest.mark.usefixtures("here")

@@ -1,7 +1,5 @@
 """Gangs train on real Dask clusters. Schedulers, workers and ranks are separate processes."""
 
-import asyncio
-import contextlib
 import ctypes
 import os
 import signal
@@ -25,26 +23,13 @@ from flytekitplugins.daskpytorch import (
 )
 from flytekitplugins.daskpytorch.dask import agents as dask_agents
 from flytekitplugins.daskpytorch.dask import on_worker
-from flytekitplugins.daskpytorch.driver import brain
 from processes import Cluster, dask_cluster, nothing_left_behind, until
 
 ONCE = Gang(max_restarts=0)
-"""For tests of how a gang ends; see test_faults_integration.py for how it starts again."""
+"""For tests of how a gang ends."""
 
 
 # ---- What the ranks run. They find these by name: the sources travel with the gang.
-
-
-class SimpleError(Exception):
-    """A user's own exception."""
-
-
-def fail_when_told(started: str, told: str) -> None:
-    """Rank 1 fails, but not before its time."""
-    Path(started + str(current_rank().rank)).write_text(f"{os.getppid()} {os.getpid()}")
-    while current_rank().rank == 0 or not Path(told).exists():
-        time.sleep(0.05)
-    raise SimpleError("told to")
 
 
 def weighted_sum(factor: int, x: int = 0) -> tuple[int, float]:
@@ -55,14 +40,6 @@ def weighted_sum(factor: int, x: int = 0) -> tuple[int, float]:
     total = torch.tensor(float(10**rank.rank))
     dist.all_reduce(total)
     return rank.rank, factor * total.item() + x
-
-
-def linger_at_exit() -> int:
-    """Deliver, and then do not leave."""
-    import atexit
-
-    atexit.register(time.sleep, 600)
-    return current_rank().rank
 
 
 def lose_a_worker(folder: str) -> int:
@@ -123,28 +100,6 @@ def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: 
     assert "lose_a_worker: ended with 1 of 2 workers, as min_workers allows" in capfd.readouterr().err
 
 
-def test_a_suspended_worker_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    started, told = str(tmp_path / "rank"), tmp_path / "told"
-    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, fail_when_told, started, str(told), gang=Gang(max_restarts=0, grace_period=2))
-        notes = [Path(started + rank) for rank in "01"]
-        until(lambda: all(note.exists() and note.read_text() for note in notes), "the ranks to start")
-        fork_server, rank = (psutil.Process(int(pid)) for pid in notes[0].read_text().split())
-        worker = fork_server.parent()
-        assert worker is not None
-        worker.suspend()
-        told.touch()
-        with pytest.raises(SimpleError, match="told to"):
-            futures.result()
-        worker.resume()  # now it hears that all is over, and ends its rank
-        until(lambda: not rank.is_running(), "the rank of the suspended worker to end")
-
-
-def test_a_rank_that_does_not_leave_is_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(brain, "MAX_LEAVE_WAIT", 1.0)
-    assert dispatch.run(client, linger_at_exit).result() == [0, 1]
-
-
 def test_a_scheduler_that_says_nothing_is_named(
     cluster: Cluster, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,22 +138,11 @@ def test_a_worker_that_is_closing_counts_no_more(client: Client) -> None:
     assert list(dask_agents._addresses(client, found)) == staying
 
 
-def test_a_worker_whose_python_is_ending_says_nothing_of_an_agent_that_it_cannot_wait_for() -> None:
-    """As at a second Ctrl-C: there are no more threads to wait in."""
-
-    async def close_late(leaving: on_worker._CloseSignal) -> None:
-        await asyncio.get_running_loop().shutdown_default_executor()
-        await leaving.teardown(None)  # type: ignore[arg-type]
-
-    with contextlib.closing(on_worker._CloseSignal()) as leaving:
-        asyncio.run(close_late(leaving))
-        assert os.read(leaving.readable, 8) == b"."
-
-
 def imports_torch(server: psutil.Process) -> bool:
     return any("libtorch" in file.path for file in server.memory_maps())
 
 
+@pytest.mark.slow  # starts cold
 def test_workers_may_start_their_fork_servers_ahead(tmp_path: Path) -> None:
     preload = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.preload"}
     with (

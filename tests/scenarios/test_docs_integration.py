@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch import current_rank
 from gangs import on_this_machine
 from jpegs import photos
 from otlp import receiver
-from pages import PAGES, REPOSITORY, block, blocks
+from pages import PAGES, REPOSITORY, block, blocks, command
 from processes import SCRIPTS, dask_cluster, nothing_left_behind, run_program
 from seaweed import Weed
 
@@ -155,6 +155,11 @@ def test_the_training_with_an_evaluation_beside_finds_the_last_epoch_best(tmp_pa
     best, loss = (float(number) for number in re.findall(r"[\d.e-]+", printed[0].replace("o0=", "").replace("o1=", "")))
     assert best == 20
     assert loss < 0.5
+
+
+def test_the_training_that_overfits_returns_its_best_epoch(tmp_path: Path) -> None:
+    done = run_example("best.py", tmp_path)
+    assert "epoch=7)" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_ranks_share_a_stream_out_and_join_unequal_shares(tmp_path: Path) -> None:
@@ -374,14 +379,10 @@ def test_the_commands_run() -> None:
         assert "names=[" in done.stdout
 
 
-@pytest.mark.slow
-def test_the_retraining_is_in_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = block("pyflyte run workflows/retrain.py retrain ", "bash")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    done = run(["bash", "-c", commands], REPOSITORY)
-    history = done.stdout.splitlines()[-1]
-    assert re.fullmatch(r"1 \S+ \S+: there was no champion", history), done.stdout + done.stderr
-    assert "there is nothing to go back to" in done.stderr  # from the first champion
+@pytest.mark.parametrize("flags", ["dogs", "finetune", "mnist --hp .*", "stores"])
+def test_each_other_workflow_has_its_command(flags: str) -> None:
+    """Other tests run the workflows."""
+    assert command(rf"pyflyte run workflows/\w+\.py {flags}")
 
 
 def test_the_guides_script_runs_on_a_cluster_and_on_this_node(tmp_path: Path) -> None:

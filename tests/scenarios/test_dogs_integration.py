@@ -13,7 +13,6 @@ import pytest
 import torch
 from flytekit.types.file import FlyteFile
 
-from pages import command
 from seaweed import PUBLIC
 from tasks.backbones import Classifier
 from tasks.photos import BREEDS, write_photos
@@ -80,10 +79,6 @@ def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(usual: Dogs) -
     assert said in usual.output("summary")
     assert Classifier.load(usual.output("model_state")).classes == sorted(BREEDS)
     assert len(re.findall(r"; it is [\w-]+</figcaption>", usual.deck.read_text())) == 24
-
-
-def test_the_guides_command() -> None:
-    assert command("pyflyte run workflows/dogs.py dogs")
 
 
 def test_a_bucket_needs_nothing_but_its_address(weed: Weed, home: Path) -> None:

@@ -5,11 +5,10 @@ import atexit
 import multiprocessing
 import os
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,6 @@ AMPLE = 10.0
 """Seconds for the exit functions of failed ranks in place of one: a busy machine needs more."""
 
 
-class PanicError(BaseException):
-    """What extensions written in Rust raise is no `Exception`, either."""
-
-
 # ---- What the ranks run
 
 
@@ -55,30 +50,28 @@ def end_by(ways: list[str]) -> str:
 
 
 class TogetherError(ValueError):
-    """Is reported once all failing ranks have raised it, so that the gang ends none of them before."""
+    """Is reported once both ranks have raised it, so that the gang ends none of them before."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.folder, self.number = folder, number
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __reduce__(self) -> tuple[Any, ...]:
         (self.folder / f"raised-{current_rank().rank}").touch()
-        until(lambda: len(list(self.folder.glob("raised-*"))) == self.number, "the other rank's exception")
-        return TogetherError, (self.folder, self.number)
+        until(lambda: len(list(self.folder.glob("raised-*"))) == 2, "the other rank's exception")
+        return TogetherError, (self.folder,)
 
 
-def fail_together(folder: Path, failing: list[int], *, has_thread: bool) -> None:
-    """Fail in some ranks with an open file and an exit function, perhaps while a thread still works."""
+def fail_together(folder: Path, *, has_thread: bool) -> None:
+    """Fail in both ranks with an open file and an exit function, perhaps while a thread still works."""
     rank = current_rank().rank
-    if rank in failing:
-        KEPT.append(file := (folder / str(rank)).open("w"))
-        file.write("all of it")
-        if not has_thread:  # whose end the rank would wait for
-            session.EXIT_TIME = AMPLE
-        else:
-            threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
-        atexit.register(touch_later, folder / f"exit-{rank}")
-        raise TogetherError(folder, len(failing))
-    time.sleep(MAX_WAIT)
+    KEPT.append(file := (folder / str(rank)).open("w"))
+    file.write("all of it")
+    if not has_thread:  # whose end the rank would wait for
+        session.EXIT_TIME = AMPLE
+    else:
+        threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
+    atexit.register(touch_later, folder / f"exit-{rank}")
+    raise TogetherError(folder)
 
 
 def _end(how: str) -> None:
@@ -113,50 +106,19 @@ def fork_and_return(how: str) -> str:
     return "fork"
 
 
-def unpickled_only_in(pid: int) -> str:
-    """Be made in one process, and bring others to their ends."""
-    if os.getpid() != pid:
-        raise PanicError("cannot be made here")
-    return "made"
-
-
-class OnlyHere:
-    """Pickles, but can be unpickled in no other process."""
-
-    def __reduce__(self) -> tuple[Callable[..., str], tuple[int]]:
-        return unpickled_only_in, (os.getpid(),)
-
-
-def return_only_here() -> Any:
-    """Return on rank 0 what the driver cannot unpickle."""
-    return OnlyHere() if current_rank().is_main else "fine"
-
-
 def leave_work_behind(folder: str) -> str:
-    """Return while executors and loaders are open, and while threads have still to do what Python waits for."""
+    """Return while executors, loaders and files are open, and while threads have still to do what Python waits for."""
     pool = ProcessPoolExecutor(1)
     assert pool.submit(abs, -1).result() == 1
     batches = iter(DataLoader(range(9), num_workers=1))  # type: ignore[arg-type, var-annotated]
     next(batches)
-    KEPT.extend([pool, batches])  # else they would be closed as garbage
+    file = Path(folder, f"file-{current_rank().rank}").open("w")  # noqa: SIM115 - never closed
+    file.write("all of it")
+    KEPT.extend([pool, batches, file])  # else they would be closed as garbage
     marks = [Path(folder, f"{what}-{current_rank().rank}") for what in ("executor", "thread")]
     ThreadPoolExecutor(1).submit(touch_later, marks[0])
     threading.Thread(target=touch_later, args=(marks[1],)).start()
     return "returned"
-
-
-def leave_files_open(folder: str, how: str) -> None:
-    """End in one of several ways with text in the buffers of open files."""
-    rank = current_rank().rank
-    KEPT.append(file := Path(folder, str(rank)).open("w"))  # noqa: SIM115 - never closed
-    session.EXIT_TIME = AMPLE
-    file.write("all of it")
-    if how == "raise" and rank == 1:
-        while not Path(folder, "0").exists():  # the other rank's, before the failure stops that rank
-            time.sleep(0.01)
-        raise ValueError("with a file open")
-    while how == "raise":
-        time.sleep(0.1)
 
 
 def touch_later(path: Path) -> None:
@@ -165,15 +127,15 @@ def touch_later(path: Path) -> None:
     path.touch()
 
 
-def never_end(how: str) -> str:
-    """Return while something goes on for ever."""
+def never_end() -> str:
+    """Return while something goes on for ever, on each rank something else."""
     ending.NOTICE_AFTER, ending.MAX_WAIT = 0.5, 1.5
-    match how:
-        case "thread":
+    match current_rank().rank:
+        case 0:
             threading.Thread(target=time.sleep, args=(600,), name="feeder").start()
-        case "process":
+        case 1:
             multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), name="server").start()
-        case "exit function":
+        case _:
             atexit.register(time.sleep, 600)
     return "returned"
 
@@ -221,66 +183,37 @@ def test_only_the_rank_itself_reports_of_a_rank_that_forks(client: Client, how: 
     assert futures.result(MAX_WAIT) == [f"rank, and its fork ended with {code}"] * 2
 
 
-def test_a_return_value_that_panics_in_the_driver_ends_the_wait_for_it(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the driver keeps what it cannot read
-    futures = dispatch.run(client, return_only_here, gang=ONCE)
-    with pytest.raises(RuntimeError, match="PanicError: cannot be made here") as caught:
-        futures.result(MAX_WAIT)
-    assert "return value of rank 0" in "".join(caught.value.__cause__.__notes__)
-    assert futures[1].result(MAX_WAIT) == "fine"
-
-
 def test_what_python_waits_for_at_its_end_is_done_in_a_rank(
     client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert dispatch.run(client, leave_work_behind, str(tmp_path), gang=ONCE).result(MAX_WAIT) == ["returned"] * 2
-    names = {"executor-0", "executor-1", "thread-0", "thread-1"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    texts = {"executor": "", "thread": "", "file": "all of it"}
+    wanted = {f"{what}-{rank}": text for what, text in texts.items() for rank in range(2)}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == wanted
     told = capfd.readouterr()
     assert "had not ended by then" not in told.out + told.err
 
 
 @pytest.mark.usefixtures("ample_end")
-@pytest.mark.parametrize("how", ["return", "raise"])
-def test_what_open_files_hold_is_written_at_each_end_but_a_stopped_ranks(
-    client: Client, tmp_path: Path, how: str
-) -> None:
-    error = dispatch.run(client, leave_files_open, str(tmp_path), how, gang=ONCE).exception(MAX_WAIT)
-    assert isinstance(error, ValueError) == (error is not None) == (how == "raise")
-    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert texts == {"0": "" if how == "raise" else "all of it", "1": "all of it"}
-
-
-@pytest.mark.usefixtures("ample_end")
-@pytest.mark.parametrize(("failing", "has_thread"), [([0, 1], False), ([0, 1], True)])
+@pytest.mark.parametrize("has_thread", [False, True])
 def test_each_failed_rank_has_time_for_its_exit_functions_and_files_and_ends_soon(
-    client: Client, tmp_path: Path, failing: list[int], *, has_thread: bool
+    client: Client, tmp_path: Path, *, has_thread: bool
 ) -> None:
     began = time.monotonic()
-    failed = dispatch.run(client, fail_together, tmp_path, failing, has_thread=has_thread, gang=ONCE)
+    failed = dispatch.run(client, fail_together, tmp_path, has_thread=has_thread, gang=ONCE)
     assert isinstance(failed.exception(MAX_WAIT), ValueError)
     assert time.monotonic() - began < MAX_WAIT / 2  # the threads take longer
-    assert len(list(tmp_path.glob("exit-?"))) == (0 if has_thread else len(failing))
-    assert {path.name: path.read_text() for path in tmp_path.glob("?")} == {str(rank): "all of it" for rank in failing}
+    assert len(list(tmp_path.glob("exit-?"))) == (0 if has_thread else 2)
+    assert {path.name: path.read_text() for path in tmp_path.glob("?")} == {"0": "all of it", "1": "all of it"}
 
 
-@pytest.mark.parametrize(
-    ("how", "named"),
-    [
-        ("thread", "thread 'feeder'"),
-        ("process", "process 'server' (pid "),
-        ("exit function", "an exit function"),
-    ],
-)
-def test_what_would_never_end_is_ended_and_named(
-    client: Client, how: str, named: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert dispatch.run(client, never_end, how, gang=ONCE).result(MAX_WAIT) == ["returned"] * 2
+def test_what_would_never_end_is_ended_and_named(client: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    futures = dispatch.run(client, never_end, gang=replace(ONCE, ranks_per_worker=2))
+    assert futures.result(MAX_WAIT) == ["returned"] * 4
     told = capfd.readouterr()
-    assert f"rank 1 has ended, and its process waits for at most 1.5 s for {named}" in told.out + told.err
-    assert f"rank 1 is ended after 1.5 s, with what had not ended by then: {named}" in told.out + told.err
+    for rank, named in enumerate(("thread 'feeder'", "process 'server' (pid ", "an exit function")):
+        assert f"rank {rank} has ended, and its process waits for at most 1.5 s for {named}" in told.out + told.err
+        assert f"rank {rank} is ended after 1.5 s, with what had not ended by then: {named}" in told.out + told.err
     assert "most recent call first" in told.out + told.err
 
 

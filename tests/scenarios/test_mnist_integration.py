@@ -11,18 +11,14 @@ import torch
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.types.directory import FlyteDirectory
 
-from mnist_files import write_mnist
-from pages import command
 from tasks.cnn import CNN, Hyperparameters, evaluate
-from tasks.digits import load_digits, small_digits
+from tasks.digits import small_digits
 from wandb_file import read_run
 from workflow_runs import Run
 from workflows.mnist import prepare
 
 HP = {"epochs": 3, "batch_size": 16}
-SMALL_HP = {"epochs": 1}
-OFF = {"WANDB_MODE": "disabled", "MNIST_RANKS": "1"}
-UNPLUGGED = OFF | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:1") | {"no_proxy": "", "NO_PROXY": ""}
+UNPLUGGED = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:1") | {"no_proxy": "", "NO_PROXY": ""}
 """Environment of a machine whose every way to the network is refused."""
 
 
@@ -46,52 +42,26 @@ class Mnist(Run):
 mnist = partial(Mnist.of, "mnist")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits in torchvision's layout."""
-    return write_mnist(small_digits(seed=0), tmp_path_factory.mktemp("digits"))
+def test_two_ranks_without_network_learn_the_digits_that_there_are(tmp_path: Path) -> None:
+    flags = ("--hp", json.dumps(HP), "--num_logged_images", "8", "--watch")
+    run = mnist(tmp_path, "first", *flags, env=UNPLUGGED)
+    accuracies, weights = run.outputs
+    assert run.has_trained
+    assert "train: starting 2 ranks" in run.done.stderr
+    [said] = [line for line in run.done.stdout.splitlines() if "scikit-learn" in line]
+    assert said.startswith("1,438 training and 359 test digits from scikit-learn")
+    assert "MNIST could not be downloaded: " in said
+    assert "give data_dir" in said
 
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Mnist:
-    """Two ranks on the digits of the directory."""
-    flags = ("--data_dir", str(directory), "--hp", json.dumps(HP), "--num_logged_images", "8", "--watch")
-    return mnist(tmp_path_factory.mktemp("two_ranks"), "first", *flags)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Mnist:
-    """One rank on what there is without a network."""
-    return mnist(tmp_path_factory.mktemp("small"), "first", "--hp", json.dumps(SMALL_HP), env=UNPLUGGED)
-
-
-def test_two_ranks_learn_the_digits(two_ranks: Mnist, directory: Path) -> None:
-    accuracies, weights = two_ranks.outputs
-    assert "train: starting 2 ranks" in two_ranks.done.stderr
     assert len(accuracies) == HP["epochs"]
     assert accuracies[-1] >= 0.9
-    assert f"1,438 training and 359 test digits from {directory}" in two_ranks.done.stdout
-    assert f"test accuracy {accuracies[-1]:.2%} after epoch 3; of the 40 test digits" in two_ranks.done.stdout
-
+    assert f"test accuracy {accuracies[-1]:.2%} after epoch 3; of the 40 test digits" in run.done.stdout
     state = torch.load(weights, weights_only=True)
     assert not any(key.startswith("module.") for key in state)
-    found = evaluate(CNN.from_state_dict(state), load_digits(directory).test, batch_size=1000)
+    found = evaluate(CNN.from_state_dict(state), small_digits(seed=0).test, batch_size=1000)
     assert found.accuracy == pytest.approx(accuracies[-1], abs=0.001)
-    history = read_run(two_ranks.wandb)["history"]
+    history = read_run(run.wandb)["history"]
     assert sum("gradients/layers.0.weight._type" in record for record in history) == HP["epochs"]
-
-
-def test_the_guides_command_is_the_one_that_runs_here() -> None:
-    assert command("pyflyte run workflows/mnist.py .*").endswith(f" mnist --hp '{json.dumps(SMALL_HP)}'")
-
-
-def test_without_network_it_says_what_it_trains_on(small: Mnist) -> None:
-    assert small.has_trained
-    said = [line for line in small.done.stdout.splitlines() if "scikit-learn" in line]
-    assert len(said) == 1
-    assert said[0].startswith("1,438 training and 359 test digits from scikit-learn")
-    assert "MNIST could not be downloaded: " in said[0]
-    assert "give data_dir" in said[0]
 
 
 @pytest.mark.parametrize(

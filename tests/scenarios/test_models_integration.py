@@ -1,8 +1,5 @@
 """`dispatch.map` trains many models at once on a real cluster, each as a gang."""
 
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, as_completed
@@ -15,7 +12,7 @@ import torch.distributed as dist
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, GangError, GangStartError, Observer, Shape, current_rank, dispatch
-from processes import Cluster, dask_cluster, nothing_left_behind, start_worker, until
+from processes import Cluster, dask_cluster, nothing_left_behind, until
 
 NUM_WORKERS = 4
 
@@ -56,24 +53,6 @@ def wait_for(experiment: dict[str, str]) -> str:
     return wait(experiment["path"])
 
 
-def descend(experiment: tuple[int, str]) -> list[float]:
-    """Ten steps of a training; rank 0 of the experiment that has a folder is killed once, in the middle."""
-    seed, folder = experiment
-    rank = current_rank()
-    state = rank.checkpoint.load() or {"step": 0, "weight": torch.tensor(1.0), "losses": []}
-    weight, losses = state["weight"], state["losses"]
-    for step in range(state["step"] + 1, 11):
-        if folder and step == 6 and not Path(folder, "killed").exists():
-            Path(folder, "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        noise = torch.rand(1, generator=torch.Generator().manual_seed(100 * seed + 10 * rank.rank + step))
-        dist.all_reduce(noise)
-        weight = weight * 0.9 + 0.01 * noise
-        losses.append(weight.item())
-        rank.checkpoint.save({"step": step, "weight": weight, "losses": losses}, step)
-    return losses
-
-
 # ---- What is done with them
 
 
@@ -98,25 +77,6 @@ def test_a_failed_experiment_fails_alone_with_its_own_error(client: Client) -> N
     assert caught.value.__notes__ == ["in experiment 1 of 6"]
     assert [future.result() for future in futures if future.exception() is None] == [0, 2, 4]
     assert [str(future.exception()) for future in futures[1::2]] == ["1 is odd", "3 is odd", "5 is odd"]
-
-
-class Census(Observer):
-    """The gangs' threads in the driver, at the start of each gang."""
-
-    threads: ClassVar[list[int]] = []
-
-    def on_formed(self, seconds: float) -> None:
-        self.threads.append(sum(thread.name.startswith("daskpytorch-gang") for thread in threading.enumerate()))
-
-
-def test_the_driver_has_threads_for_what_trains_and_not_for_what_waits(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Census, "threads", [])
-    futures = dispatch.map(client, raise_if_odd, [2] * 6 * NUM_WORKERS, gang=Gang(observers=(Census,)))
-    assert futures.result() == [2] * 6 * NUM_WORKERS
-    # A gang's thread has a little to do still when the workers are free for the next one.
-    assert max(Census.threads) <= 2 * NUM_WORKERS
 
 
 def test_experiments_that_cannot_be_packed_any_more_fail_alone(client: Client, tmp_path: Path) -> None:
@@ -162,15 +122,6 @@ def test_all_are_cancelled_and_leave_their_workers(client: Client, tmp_path: Pat
     assert dispatch.map(client, raise_if_odd, [2] * 4).result() == [2] * 4
 
 
-def test_a_killed_rank_concerns_its_own_experiment_only(client: Client, tmp_path: Path) -> None:
-    undisturbed = dispatch.map(client, descend, [(1, ""), (2, ""), (3, "")], workers=lambda e: 2 if e[0] < 3 else 1)
-    expected = undisturbed.result()
-    experiments = [(1, ""), (2, str(tmp_path)), (3, "")]
-    futures = dispatch.map(client, descend, experiments, workers=lambda e: 2 if e[0] < 3 else 1)
-    assert futures.result() == expected
-    assert (tmp_path / "killed").exists()
-
-
 def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:
     with pytest.raises(GangStartError, match=r"experiment 1 takes 5 workers; the cluster at .* has 4"):
         dispatch.map(client, raise_if_odd, [2, 4], workers=lambda number: number + 1)
@@ -205,24 +156,6 @@ def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path) -> None:
         until((tmp_path / "pair-started").exists, "the pair to start again")
         (tmp_path / "pair").touch()
         assert futures.result() == paths
-
-
-def test_a_new_worker_takes_over(tmp_path: Path) -> None:
-    """First what the lost one was training, then what waited."""
-    with nothing_left_behind(), dask_cluster(tmp_path, 1) as cluster, Client(cluster.address) as client:
-        paths = [str(tmp_path / name) for name in ("first", "second")]
-        futures = dispatch.map(client, wait, paths)
-        until((tmp_path / "first-started").exists, "the first model to start")
-        (tmp_path / "first-started").unlink()
-        cluster.kill_worker(0)
-        end_late = start_worker(cluster.address, 0, tmp_path)
-        try:
-            until((tmp_path / "first-started").exists, "the first model to start again")
-            for path in paths:
-                Path(path).touch()
-            assert futures.result() == paths
-        finally:
-            end_late()
 
 
 def _address_of(client: Client, name: str) -> str | None:

@@ -12,9 +12,8 @@ import dask.array
 import pytest
 from dask.bag import from_sequence
 from distributed import Client, LocalCluster, Security
-from flytekit import task
 
-from flytekitplugins.daskpytorch import DaskCluster, Gang, WorkerGroup, current_client, current_rank, data, dispatch
+from flytekitplugins.daskpytorch import Gang, current_rank, data, dispatch
 from flytekitplugins.daskpytorch.protocol.placement import worker_order
 from processes import Cluster, dask_cluster, until
 
@@ -162,16 +161,12 @@ def test_what_cannot_travel_fails_with_its_reason(client: Client, num_holders: i
         dispatch.run(client, read_beside_rank_0, data.DaskPartitions(client, locks), gang=ONCE).result()
 
 
-def test_each_kind_of_collection_has_its_partitions() -> None:
-    with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local, Client(local) as client:
-        array = dask.array.arange(8, chunks=2).reshape(2, 4)
-        assert len(data.DaskPartitions(client, array)) == array.npartitions > 1
-        assert len(data.DaskPartitions(client, dask.delayed(pow)(2, 3))) == 1
-        assert len(data.DaskPartitions(client, [dask.delayed(pow)(2, 3), client.submit(pow, 2, 3)])) == 2
-
-
-def test_the_collection_of_another_cluster_is_refused(client: Client) -> None:
+def test_each_kind_of_collection_has_its_partitions_and_that_of_another_cluster_is_refused(client: Client) -> None:
     with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as other, Client(other) as stranger:
+        array = dask.array.arange(8, chunks=2).reshape(2, 4)
+        assert len(data.DaskPartitions(stranger, array)) == array.npartitions > 1
+        assert len(data.DaskPartitions(stranger, dask.delayed(pow)(2, 3))) == 1
+        assert len(data.DaskPartitions(stranger, [dask.delayed(pow)(2, 3), stranger.submit(pow, 2, 3)])) == 2
         bag = stranger.persist(from_sequence(range(4), npartitions=4))
         for collection in (bag, bag.map(str), stranger.map(str, range(4))):
             with pytest.raises(ValueError, match=f"lies on the cluster at {other.scheduler_address}"):
@@ -195,18 +190,6 @@ def test_what_travels_to_ranks_travels_by_the_clusters_own_tls() -> None:
         assert sorted(map(len, results)) == [3, 3]
         assert results[0] | results[1] == {number: number for number in range(6)}
         assert +sent(client) == {addresses(client)[0]: 6}
-
-
-def test_models_of_a_task_are_fed_from_its_own_cluster() -> None:
-    @task(task_config=DaskCluster(workers=WorkerGroup(number_of_workers=2)))
-    def sweep() -> list[str]:
-        client = current_client()
-        names = data.DaskPartitions(client, from_sequence(["Ada", "Bob", "Cy"], npartitions=3).map(str.lower))
-        together = dispatch.run(client, read, names).result()
-        apart = dispatch.map(client, read, [names, names]).result()
-        return [str(dict(sorted((together[0] | together[1]).items()))), *map(str, apart)]
-
-    assert sweep() == [str({0: ["ada"], 1: ["bob"], 2: ["cy"]})] * 3
 
 
 def test_what_is_lost_with_its_worker_is_computed_anew_and_shared_by_those_left(

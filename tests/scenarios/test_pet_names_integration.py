@@ -1,9 +1,7 @@
-"""The pet names' workflow, the main example, runs in the real `pyflyte`."""
+"""The pet names' workflow, the main example, runs with Flyte 2. test_docs_integration.py runs it with flytekit."""
 
 import json
 import re
-import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,24 +14,7 @@ from tasks.char_lstm import CharLSTM
 WORKFLOW = REPOSITORY / "workflows" / "pet_names.py"
 
 
-def pet_names(
-    *flags: str, cwd: Path, script: str = str(WORKFLOW), env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the workflow."""
-    command = [SCRIPTS / "pyflyte", "run", script, "pet_names", *flags]
-    with nothing_left_behind():
-        return run_program(command, cwd=cwd, env={"WANDB_DIR": str(cwd), **(env or {})})
-
-
-def test_bad_input_is_refused_before_a_cluster_starts(tmp_path: Path) -> None:
-    done = pet_names("--hp", '{"epoch": 3}', cwd=tmp_path)
-    text = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode != 0
-    assert "no 'epoch' (did you mean 'epochs'?)" in text, text
-    assert "starting" not in text
-
-
-def test_the_same_with_flyte_2(tmp_path: Path) -> None:
+def test_new_names_are_sampled_from_a_trained_model(tmp_path: Path) -> None:
     """From `tasks/` comes all that is trained and shown; by its own script, as its docstring says."""
     pytest.importorskip("flyteplugins.dask")
     script = WORKFLOW.relative_to(REPOSITORY).with_name("flyte2") / "pet_names.py"

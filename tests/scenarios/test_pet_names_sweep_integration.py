@@ -66,6 +66,7 @@ def scaling(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("scaling"), guides_command("pet_names_scaling"))
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_its_table_and_the_best_model(sweep: Run) -> None:
     outputs = sweep.outputs
     rows: list[SweepRow] = outputs["rows"]

@@ -1,9 +1,11 @@
-"""A rank that fails or hangs costs a restart, and is blamed: cases 1 to 19 of the list of faults."""
+"""A rank that fails or hangs costs a restart, and is blamed.
+
+`benchmarks/chaos.py` draws signals to ranks at random moments: SIGKILL, SIGSEGV, SIGINT and a suspension.
+"""
 
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from distributed import Client
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, GangError, GangHungError, Observer, RankObserver, WorkerLostError
+from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankObserver, WorkerLostError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.ranks import TAIL_SIZE
 from flytekitplugins.daskpytorch.protocol.failure import MAX_TEXT
@@ -35,15 +37,9 @@ def check_recovered(watched: ft.Watched, starts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        pytest.param("raise", "SpoiltError: the batch is spoilt", id="1"),
-        pytest.param("close and raise", "SpoiltError: the batch is spoilt", id="3"),
-        pytest.param("demanding", "DemandingError: code 7", id="5-init"),
-        pytest.param("unpicklable", "SpoiltError: code 7", id="5-unpicklable"),
-        pytest.param("sys.exit", "exit code 3", id="6"),
-        pytest.param("os._exit", "exit code 3", id="7"),
-        pytest.param("SIGABRT", "SIGABRT", id="9-abort"),
-        pytest.param("asynchronous", "KeyboardInterrupt", id="11-asynchronous"),
-        pytest.param("ignore SIGTERM", "SpoiltError", id="12"),
+        ("close and raise", "SpoiltError: the batch is spoilt"),
+        ("os._exit", "exit code 3"),
+        ("ignore SIGTERM", "SpoiltError"),
     ],
 )
 def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: ft.Launch, fault: str, said: str) -> None:
@@ -53,31 +49,18 @@ def test_a_rank_that_fails_once_costs_a_restart(client: Client, launch: ft.Launc
 
 
 @pytest.mark.parametrize(
-    ("fault", "breaks_at", "why"),
+    ("fault", "why"),
     [
-        pytest.param("hold the interpreter", 6, "does not answer", id="15"),
-        pytest.param("suspend", 6, "does not answer", id="16"),
-        pytest.param("loader", 6, "has not called collective 6 of the default group (gloo)", id="17"),
+        ("hold the interpreter", "does not answer"),
+        ("loader", "has not called collective 6 of the default group (gloo)"),
     ],
 )
-def test_a_rank_that_hangs_is_found(client: Client, launch: ft.Launch, fault: str, breaks_at: int, why: str) -> None:
-    watched = launch(client, fault, breaks_at=breaks_at, gang=Gang(hang_timeout=2.0))
-    check_recovered(watched, [0, (breaks_at - 1) // ft.SAVED_AT * ft.SAVED_AT])
+def test_a_rank_that_hangs_is_found(client: Client, launch: ft.Launch, fault: str, why: str) -> None:
+    watched = launch(client, fault, gang=Gang(hang_timeout=2.0))
+    check_recovered(watched, [0, ft.SAVED_AT])
     blamed = next(note for note in watched.notes if "it hangs" in note)
     assert RANK_1 in blamed
     assert why in blamed
-    with pytest.raises(ProcessLookupError):  # also a suspended rank is gone, and can write nothing any more
-        os.kill(watched.broken_pid(), 0)
-
-
-def test_a_rank_that_skips_a_collective_and_returns_ends_the_gang(client: Client, launch: ft.Launch) -> None:  # 14, 18
-    watched = launch(client, "skip", breaks_at=9, gang=Gang(hang_timeout=60.0))
-    with pytest.raises(
-        GangError, match=r"rank 1 returned; rank 0 was still in all_reduce at fault_training\.py"
-    ) as caught:
-        watched.futures.result()
-    assert caught.value.kind == "desync"
-    assert not watched.restarted_at
 
 
 def test_what_a_rank_has_to_say_is_cut_short(client: Client, launch: ft.Launch) -> None:
@@ -90,55 +73,10 @@ def test_what_a_rank_has_to_say_is_cut_short(client: Client, launch: ft.Launch) 
     assert len(str(caught.value)) < 3 * MAX_TEXT + TAIL_SIZE
 
 
-def test_stacks_of_all_ranks_are_in_the_error_of_a_hang(client: Client, launch: ft.Launch) -> None:  # 13
-    watched = launch(client, "sleep", gang=Gang(hang_timeout=2.0, max_restarts=0))
-    with pytest.raises(GangHungError) as caught:
-        watched.futures.result()
-    assert (caught.value.rank, caught.value.step) == (1, 5)
-    told = str(caught.value)
-    of_rank_0, of_rank_1 = (
-        told[told.index("\n\nrank 0, waiting for other ranks") : told.index("\n\nrank 1, in:")],
-        told[told.index("\n\nrank 1, in:") :],
-    )
-    assert "fault_training.py" in of_rank_0
-    assert "fault_training.py" in of_rank_1
-    assert "all_reduce" not in of_rank_1
-    assert "fault_training.py" in caught.value.log_tail
-
-
 def test_a_straggler_is_left_alone(client: Client, launch: ft.Launch) -> None:  # 19
     watched = launch(client, pace=0.6, gang=Gang(hang_timeout=4.0))  # less than the whole of it takes
     check_recovered(watched, [0])
     assert not watched.restarted_at
-
-
-def test_a_rank_that_raises_before_it_joins(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # 2
-    (tmp_path / "broken_on_rank_1.py").write_text(
-        "import os\nif os.environ.get('RANK') == '1': raise LookupError('cannot be imported')\ndef train(): return 1\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import broken_on_rank_1
-
-    began = time.monotonic()
-    with pytest.raises(LookupError, match="cannot be imported") as caught:
-        ft.run_on(client, broken_on_rank_1.train).result()
-    assert time.monotonic() - began < MAX_SECONDS
-    assert isinstance(caught.value.__cause__, GangError)
-    assert caught.value.__cause__.rank == 1
-
-
-def spoil() -> None:
-    raise ft.SpoiltError("the batch is spoilt")
-
-
-def test_an_error_that_all_ranks_raise_is_raised_once_and_names_a_rank(client: Client) -> None:  # 4
-    with pytest.raises(ft.SpoiltError, match="the batch is spoilt") as caught:
-        ft.run_on(client, spoil).result()
-    assert isinstance(caught.value.__cause__, GangError)
-    assert caught.value.__cause__.rank in (0, 1)
-    assert "ft.SpoiltError" in caught.value.__cause__.rank_traceback
 
 
 class OpensInRank0(Observer):

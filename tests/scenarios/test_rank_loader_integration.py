@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.data import RankLoader
-from flytekitplugins.daskpytorch.node import fork_client
 from processes import Cluster, dask_cluster, nothing_left_behind
 
 NUMBERS = TensorDataset(torch.arange(50))
@@ -57,16 +56,6 @@ def check(steps: list[list[int]], starts: list[int], world_size: int) -> None:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with nothing_left_behind(), dask_cluster(tmp_path / "cluster") as running:
         yield running
-
-
-def test_two_ranks_go_on_with_the_next_item(launch: ft.Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ft, "train", see)
-    with nothing_left_behind():
-        watched = launch(2, "SIGKILL")
-        first, second = watched.futures.result()
-        fork_client.shutdown()
-    assert first == second
-    check(first, watched.starts(0), world_size=2)
 
 
 def test_one_rank_goes_on_with_the_next_item_of_two(

@@ -1,4 +1,4 @@
-"""Large return values of real ranks: the memory that they take, and ranks that die during the transfer."""
+"""Large return values of real ranks: the memory that they take, and a rank that dies during the transfer."""
 
 import json
 import os

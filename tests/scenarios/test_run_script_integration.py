@@ -190,19 +190,13 @@ def test_what_git_ignores_does_not_travel(project: Path) -> None:
     assert sent.folders() == [str(project / "tools")]
 
 
-def test_all_visible_files_travel_where_there_is_no_repository(project: Path) -> None:
+def test_without_a_repository_all_visible_files_travel_and_a_scripts_own_win_over_the_drivers(project: Path) -> None:
     shutil.rmtree(project / ".git")
     (project / "tools/.env").write_text("KEY=secret")
-    sent = Project()
+    sent = Project(files={"models/net.py": project / "tools/notes.txt"}, roots={project})
     sent.add_script(script_of("tools/train.py"))
-    assert {"best.ckpt", "last.ckpt", "runs/events.txt", "notes.txt", "models/net.py"} < set(sent.files)
+    assert {"best.ckpt", "last.ckpt", "runs/events.txt", "notes.txt"} < set(sent.files)
     assert ".env" not in sent.files
-
-
-def test_a_scripts_own_files_win_over_the_drivers(project: Path) -> None:
-    (project / "net.py").write_text("NAME = 'the driver's'")
-    sent = Project(files={"models/net.py": project / "net.py"}, roots={project})
-    sent.add_script(script_of("tools/train.py"))
     assert sent.files["models/net.py"] == project / "tools/models/net.py"
     assert sent.folders()[0] == str(project / "tools")
 

@@ -176,11 +176,11 @@ def test_disk_that_is_full_costs_the_checkpoint_and_not_the_training(tmp_path: P
 # ---- Programs that do not wait for a save ---------------------------------------------------------------------------
 
 
-STATE = {str(number): torch.zeros(2) for number in range(100)}
+STATE = {str(number): torch.zeros(2) for number in range(40)}
 
 
 def write_slowly() -> None:
-    """Have rank 1 take five seconds for a save of `STATE`."""
+    """Have rank 1 take two seconds for a save of `STATE`."""
     from flytekitplugins.daskpytorch.rank import shards
 
     if current_rank().rank == 1:
@@ -213,6 +213,6 @@ def save_twice() -> None:
 
 def test_ranks_that_wait_for_anothers_slow_save_do_not_hang(tmp_path: Path) -> None:
     notes = Notes()
-    futures = on_this_machine(save_twice, checkpoint_uri=str(tmp_path), observers=[notes], hang_timeout=3.0)
+    futures = on_this_machine(save_twice, checkpoint_uri=str(tmp_path), observers=[notes], hang_timeout=1.0)
     assert futures.result() == [None] * 2, notes.texts
     assert notes.kept_steps == [1, 2]

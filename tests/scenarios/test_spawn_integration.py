@@ -17,7 +17,6 @@ from flytekit.models.literals import LiteralMap
 
 from processes import fork_server, nothing_left_behind, until
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, Attempt, Meddle, execute
-from wandb_file import read_run
 from warm import Program
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -107,38 +106,6 @@ def test_an_output_of_the_wrong_type_ends_the_task_at_once(monkeypatch: pytest.M
     with pytest.raises(FlyteUserRuntimeException, match="Failed to convert outputs of task"):
         here(monkeypatch, "wrong_type")
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
-
-
-def test_a_failing_rank_leaves_a_failed_run_in_weights_and_biases(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.syspath_prepend(str(SAMPLE_PROJECT))
-    from flows import spawned
-
-    with pytest.raises(ValueError, match="tracked failure"):
-        spawned.tracked(steps=3, fail_at=1)
-    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    run = read_run(file)
-    assert run["exit_code"] == 1
-    assert [row["loss"] for row in run["history"]][:2] == [1.0, 0.5]
-    assert run["config"]["steps"] == 3
-    assert run["config"]["gang"]["world_size"] == 2
-
-
-def test_the_run_of_weights_and_biases_is_there_in_rank_0s_first_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_TAGS", "a,b")
-    monkeypatch.syspath_prepend(str(SAMPLE_PROJECT))
-    from flows import spawned
-
-    assert spawned.joins() is True
-    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    run = read_run(file)
-    assert run["config"]["gang"]["world_size"] == 2
-    assert (run["tags"], run["exit_code"]) == (["a", "b"], 0)
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

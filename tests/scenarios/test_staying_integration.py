@@ -1,14 +1,12 @@
 """A gang that stays keeps its ranks from call to call, outlives their exceptions and ends with a lost rank.
 
-Schedulers, workers and ranks are real.
+All processes are real. `benchmarks/chaos.py --staying 20` draws kills and Ctrl-C, in a call and between two.
 """
 
 import gc
 import importlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -90,8 +88,7 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
             gang.call(total, values)
         assert ended.value.kind == "signal"
     with dispatch.gang(client) as again:
-        [_, (pid, result)] = again.call(total, torch.ones(1)).result()
-        assert result == 2.0
+        assert [result for _, result in again.call(total, torch.ones(1)).result()] == [2.0, 2.0]
         with pytest.raises(LookupError, match=r"keeps no value.*gang\.keep returned its reference in another gang"):
             again.call(total, values).result()
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -99,11 +96,6 @@ def test_on_dask_workers_state_stays_exceptions_are_survived_and_a_killed_rank_e
         with pytest.raises(ModuleNotFoundError, match="imported_later") as unknown:
             again.call(importlib.import_module("imported_later").f).result()
         assert unknown.value.__notes__[0].endswith("import this one, and begin anew.")
-        futures = again.call(wait_for, str(tmp_path / "end"))
-        until((tmp_path / "end1").exists, "the call")
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(GangError, match=r"rank 1 of 2 failed.*SIGKILL"):
-            futures.result()
         again.close()
         with pytest.raises(GangError, match="this gang is closed"):
             again.call(total, 1)
@@ -177,8 +169,8 @@ def test_many_calls_leave_no_descriptors_and_threads_and_an_idle_gang_takes_no_t
         pids = [pid for pid, _ in gang.call(total, values).result()]
         ranks = [psutil.Process(pid) for pid in pids]
         used = [sum(rank.cpu_times()[:2]) for rank in ranks]
-        time.sleep(5.0)
-        assert all(sum(rank.cpu_times()[:2]) - was < 1.0 for rank, was in zip(ranks, used, strict=True))
+        time.sleep(1.0)
+        assert all(sum(rank.cpu_times()[:2]) - was < 0.2 for rank, was in zip(ranks, used, strict=True))
         del kept
         gc.collect()
         lock = gang.keep(make_lock)
@@ -240,51 +232,3 @@ def test_a_waiting_call_is_dropped_a_running_one_ends_the_gang_and_closing_cance
             gang.close()
             with pytest.raises(CancelledError):
                 last.result()
-
-
-PROGRAM = """
-from pathlib import Path
-import torch, torch.distributed as dist
-from flytekitplugins.daskpytorch import GangError, current_rank, dispatch
-
-def busy():
-    while True:
-        dist.all_reduce(torch.ones(1))
-        Path(f"busy-{current_rank().rank}").touch()
-
-if __name__ == "__main__":
-    with dispatch.gang(nproc=2) as gang:
-        try:
-            gang.call(busy).result()
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-        try:
-            gang.call(busy)
-        except GangError as error:
-            print(error, flush=True)
-"""
-
-
-def test_ctrl_c_in_a_call_ends_the_gang_and_a_later_call_says_so(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    with nothing_left_behind():
-        program = subprocess.Popen(
-            [sys.executable, "program.py"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            until(lambda: all((tmp_path / f"busy-{rank}").exists() for rank in range(2)), "the call")
-            os.killpg(program.pid, signal.SIGINT)
-            out, said = program.communicate(timeout=MAX_SECONDS)
-        finally:
-            program.kill()
-    assert program.returncode == 0, said
-    interrupted, refused = out.splitlines()
-    assert interrupted == "interrupted"
-    assert refused.startswith("this gang has ended, and what its ranks kept is gone: gang was ended: Ctrl-C; "), refused
-    assert "Begin a new gang by dispatch.gang(...)" in refused
-    assert "busy: interrupted after " in said, said

@@ -110,7 +110,7 @@ def test_stopped_and_cancelled_are_two_things(client: Client, tmp_path: Path) ->
 
 def test_who_ends_while_it_is_being_stopped_has_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def decide_slowly(*_: object) -> bool:
-        time.sleep(5.0)  # on the gang's own thread: its rank returns meanwhile
+        time.sleep(2.0)  # on the gang's own thread: its rank returns meanwhile
         return True
 
     monkeypatch.setattr(Rungs, "falls_behind", decide_slowly)

@@ -1,10 +1,8 @@
 """Tasks as users and the backend run them: `pyflyte run`, and the container's own commands on a real cluster."""
 
-import contextlib
 import os
 import re
 import shutil
-import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +27,6 @@ from processes import (
     Cluster,
     dask_cluster,
     end,
-    nothing_left_behind,
-    run_program,
-    start_worker,
-    until,
     warm_python,
 )
 from warm import Program
@@ -168,11 +162,6 @@ def execute(
     return Attempt(folder, said, checkpoint, time.monotonic() - alone_at)
 
 
-def pyflyte_run(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The real console script."""
-    return run_program([SCRIPTS / "pyflyte", "run", *arguments], cwd=cwd, env={"TESTS_TOKEN": "s3cret", **(env or {})})
-
-
 def expected(epochs: int) -> float:
     """What the sample project's `resumable` returns, undisturbed."""
     value = 0.0
@@ -216,28 +205,6 @@ def text_file(tmp_path: Path) -> FlyteFile:
     path = tmp_path / "text.txt"
     path.write_text("hello")
     return FlyteFile(str(path))
-
-
-def test_a_workflow_runs_locally_and_leaves_nothing(project: Path, tmp_path: Path) -> None:
-    text = text_file(tmp_path).path
-    with nothing_left_behind():
-        done = pyflyte_run("flows/training.py", "training", "--text", str(text), "--number", "2", cwd=project)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("weight", "rank-0/total.json", "rank-1/total.json"):
-        assert re.search(rf"\W{name}\W+22\.0", done.stdout), done.stdout
-    assert "starting 2 ranks on 2 workers" in done.stderr
-    assert "loss 0.5" in done.stderr
-
-
-def test_a_task_that_fails_locally_shows_the_ranks_own_error(project: Path, tmp_path: Path) -> None:
-    with nothing_left_behind():
-        done = pyflyte_run(str(project / "flows/training.py"), "fail", "--how", "value", cwd=tmp_path)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0
-    assert "ValueError" in said
-    assert "the numbers do not add up" in said
-    assert "rank 1 of 2 failed on local worker 1" in said
-    assert submitted(said)["last-words-1"] == b"value"
 
 
 # Cases 44 and 45 of the project's list of faults.
@@ -293,17 +260,3 @@ def test_workers_that_do_not_come_are_counted(project: Path, tmp_path: Path) -> 
         attempt = execute("fail", {"how": "value"}, cluster=cluster.address, cwd=project, folder=folder, env=env)
     assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
     assert "1 of 2 Dask workers came" in attempt.error.message
-
-
-def test_the_driver_waits_for_workers_that_start_after_it(project: Path, tmp_path: Path) -> None:
-    inputs, folder = {"how": "recoverable"}, tmp_path / "run"
-    with dask_cluster(tmp_path, 0) as cluster, contextlib.ExitStack() as workers:
-
-        def start_workers(_: object) -> None:
-            said = folder / "output.txt"
-            until(lambda: "(DASK_SCHEDULER_ADDRESS), waiting for the others" in said.read_text(), "the driver to wait")
-            for index in range(2):
-                workers.callback(start_worker(cluster.address, index, tmp_path))
-
-        attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=folder, meddle=start_workers)
-    assert "try again" in attempt.error.message

@@ -41,44 +41,6 @@ window.addEventListener("load", () => setTimeout(() => {
 </script>
 """
 """Says in the page itself what became of the pages in its frames, before and after all their buttons are pressed."""
-LOOK_AT_FILES = """
-<pre id="report"></pre>
-<script>
-window.addEventListener("load", () => setTimeout(() => {
-  const report = [...document.querySelectorAll("iframe")].map(frame => {
-    const root = frame.contentDocument.documentElement;
-    const requests = frame.contentWindow.performance.getEntriesByType("resource").map(entry => entry.name);
-    return [frame.name, root.scrollWidth - root.clientWidth, requests.filter(url => !url.startsWith("file:"))];
-  });
-  document.getElementById("report").textContent = JSON.stringify(report);
-}, 1000));
-</script>
-"""
-"""Says in the page itself by how much the files in its frames are too wide, and what they have asked of a network."""
-SEARCH = """
-<pre id="report"></pre>
-<script>
-const report = {}, later = () => new Promise(done => setTimeout(done, 20));
-const IDLE = "Type to start searching", RESULTS = "matching document";
-document.querySelector("iframe").addEventListener("load", async event => {
-  const page = event.target.contentDocument, view = event.target.contentWindow;
-  const query = page.querySelector(".md-search__input"), counted = page.querySelector(".md-search-result__meta");
-  const type = async (text, awaited) => {
-    query.value = text;
-    query.dispatchEvent(new view.KeyboardEvent("keyup", {bubbles: true}));
-    while (!counted.textContent.includes(awaited)) await later();
-  };
-  query.focus();
-  for (const text of WORDS) {
-    await type(text, RESULTS);
-    report[text] = [...page.querySelectorAll("a.md-search-result__link")].map(link => new URL(link.href).pathname);
-    await type("", IDLE);
-  }
-  document.getElementById("report").textContent = JSON.stringify(report);
-});
-</script>
-"""
-"""Types words into the search of the site in its frame, and says in the page itself which files each one finds."""
 CATCH = "<script>window.errors = []; addEventListener('error', event => errors.push(event.message));</script>"
 
 
@@ -116,32 +78,6 @@ def inspect(pages: Mapping[str, str], folder: Path, widths: Sequence[int]) -> di
     (folder / "host.html").write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{INSPECTION}</body>")
     reports = _report_in(_chromium(folder, "--dump-dom", (folder / "host.html").as_uri(), height=2000))
     return {(name, width): Inspected(**reports[f"{name} {width}"]) for name in pages for width in widths}
-
-
-def look_at_files(files: Mapping[str, Path], folder: Path, widths: Sequence[int]) -> dict[str, tuple[int, list[str]]]:
-    """Open files of HTML, each at every width: how many pixels too wide they are, and what they ask of a network."""
-    frames = "".join(
-        f'<iframe name="{name} at {width}" width="{width}" height="2000" src="{path.as_uri()}"></iframe>'
-        for name, path in files.items()
-        for width in widths
-    )
-    host = folder / "host.html"
-    host.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{LOOK_AT_FILES}</body>")
-    looked_at = _report_in(
-        _chromium(folder, "--allow-file-access-from-files", "--dump-dom", host.as_uri(), height=2000)
-    )
-    return {name: (overflow, requests) for name, overflow, requests in looked_at}
-
-
-def search(site: Path, words: Sequence[str], folder: Path) -> dict[str, list[str]]:
-    """Type words into the search of a built site: for each word the pages found, relative to the site, best first."""
-    host = folder / "host.html"
-    frame = f'<iframe width="1200" height="2000" src="{(site / "index.html").as_uri()}"></iframe>'
-    host.write_text(
-        f"<!doctype html><meta charset=utf-8><body>{frame}{SEARCH.replace('WORDS', json.dumps(words))}</body>"
-    )
-    found = _report_in(_chromium(folder, "--allow-file-access-from-files", "--dump-dom", host.as_uri(), height=2000))
-    return {word: [Path(path).relative_to(site).as_posix() for path in paths] for word, paths in found.items()}
 
 
 def _report_in(dom: str) -> Any:

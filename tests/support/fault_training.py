@@ -5,7 +5,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,19 +23,8 @@ SAVED_AT = 4
 BREAKS_AT = 6
 
 
-SKIP = object()
-"""What a fault returns to have its rank skip the step's collective."""
-
-
 class SpoiltError(Exception):
     """A user's own exception."""
-
-
-class DemandingError(Exception):
-    """Its __init__ asks for more than its args hold."""
-
-    def __init__(self, what: str, number: int) -> None:
-        super().__init__(f"{what} {number}")
 
 
 # ---- What the ranks run
@@ -74,8 +62,7 @@ def train(
             _await(folder, f"kept-{(step - 1) // SAVED_AT * SAVED_AT}")
             _leave(folder, "broken", f"{os.getpid()} {time.time()}")
             print(f"about to fail: {fault}")
-            if FAULTS[fault]() is SKIP:
-                continue
+            FAULTS[fault]()
         total = contribution(rank.rank, step)
         dist.all_reduce(total)
         value = 0.5 * value + total
@@ -84,10 +71,6 @@ def train(
             rank.checkpoint.save({"step": step, "value": value}, step)
             if rank.is_main:
                 _leave(folder, "saved", str(step))
-        if rank.should_stop():
-            rank.checkpoint.save({"step": step, "value": value}, step)
-            _leave(folder, f"stopped-{rank.rank}", str(step))
-            return float(value)
     return float(value)
 
 
@@ -127,13 +110,6 @@ def _await(folder: str, name: str) -> None:
 # ---- Ways to break it
 
 
-def _raise(error: BaseException) -> Any:
-    def fault() -> None:
-        raise error
-
-    return fault
-
-
 def _close_group_and_raise() -> None:
     import torch.distributed as dist
 
@@ -148,25 +124,10 @@ def _shout_and_raise() -> None:
     raise SpoiltError("the batch is " + "very " * 1_000_000 + "spoilt")
 
 
-def _raise_unpicklable() -> None:
-    error = SpoiltError("code 7")
-    error.lock = threading.Lock()  # type: ignore[attr-defined]
-    raise error
-
-
 def _grow() -> None:
     held = []
     while True:
         held.append(b"x" * (16 << 20))
-
-
-def _interrupt_asynchronously() -> None:
-    me = threading.get_ident()
-    threading.Timer(
-        0.1, lambda: ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(me), ctypes.py_object(KeyboardInterrupt))
-    ).start()
-    while True:
-        time.sleep(0.01)
 
 
 def _ignore_sigterm_and_raise() -> None:
@@ -196,24 +157,15 @@ class _Stuck:
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
-    "raise": _raise(SpoiltError("the batch is spoilt")),
-    "demanding": _raise(DemandingError("code", 7)),
     "shout": _shout_and_raise,
-    "unpicklable": _raise_unpicklable,
     "close and raise": _close_group_and_raise,
-    "sys.exit": lambda: sys.exit(3),
     "os._exit": lambda: os._exit(3),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGABRT": os.abort,
     "grow": _grow,
-    "asynchronous": _interrupt_asynchronously,
     "ignore SIGTERM": _ignore_sigterm_and_raise,
-    "sleep": lambda: time.sleep(600),
     "hold the interpreter": _hold_the_interpreter,
-    "suspend": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "wait": lambda: time.sleep(600),  # for what the test does
     "loader": _deadlock_in_a_loader,
-    "skip": lambda: SKIP,
 }
 
 
@@ -243,10 +195,6 @@ class Watched:
 
     def broken_pid(self) -> int:
         return int(self._lines("broken")[-1].split()[0])
-
-    def stopped_at(self) -> list[int]:
-        """The step at which each rank was stopped."""
-        return [int(path.read_text().split()[-1]) for path in sorted(self.folder.glob("stopped-*"))]
 
     def open(self, step: int) -> None:
         """Let the ranks through the gate before a step."""

@@ -36,10 +36,6 @@ def loader(**options: Any) -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(data(), batch_size=2, **options)
 
 
-def sharded() -> torch.utils.data.DataLoader[Any]:
-    return loader(sampler=torch.utils.data.distributed.DistributedSampler(data(), shuffle=False))
-
-
 def network() -> torch.nn.Module:
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
@@ -49,10 +45,10 @@ def loss_of(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def alone(make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD) -> list[torch.Tensor]:
+def alone() -> list[torch.Tensor]:
     """The weights that one process comes to with all samples in each step."""
     model = network()
-    optimizer = make(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for _ in range(EPOCHS):
         optimizer.zero_grad()
         loss_of(model, list(data().tensors)).backward()
@@ -62,20 +58,8 @@ def alone(make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD) -> list[
 
 def found(model: torch.nn.Module, expected: list[torch.Tensor], **others: Any) -> dict[str, Any]:
     """How far the weights are from those."""
-    weights = [getattr(weight, "full_tensor", lambda own=weight: own)() for weight in model.parameters()]
-    pairs = zip(weights, expected, strict=True)
+    pairs = zip(model.parameters(), expected, strict=True)
     return {"distance": max(float((one - other).detach().abs().max()) for one, other in pairs), **others}
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> int:
-    num_batches = 0
-    for _ in range(EPOCHS):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            num_batches += 1
-    return num_batches
 
 
 # ---- The libraries
@@ -123,21 +107,10 @@ def refusal(call: Callable[[], object]) -> str | None:
 
 
 def lightning_fabric(_: Path) -> dict[str, Any]:
+    """A program for `fabric run`, which leaves the launch to that; a call of its own changes nothing."""
     from lightning.fabric import Fabric
 
     fabric = Fabric()
-    fabric.launch()
-    return trained_by(fabric)
-
-
-def fabric_run(_: Path) -> dict[str, Any]:
-    """A program for `fabric run`, which leaves the launch to that."""
-    from lightning.fabric import Fabric
-
-    return trained_by(Fabric())
-
-
-def trained_by(fabric: Any) -> dict[str, Any]:
     model = network()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     num_batches = 0
@@ -148,7 +121,8 @@ def trained_by(fabric: Any) -> dict[str, Any]:
             optimizer.step()
             num_batches += 1
     ranks = float(fabric.all_reduce(torch.tensor(float(fabric.global_rank + 1)), reduce_op="sum"))
-    three = refusal(lambda: type(fabric)(devices=3, accelerator="cpu"))
+    three = refusal(lambda: Fabric(devices=3, accelerator="cpu"))
+    fabric.launch()
     return found(model, alone(), num_batches=num_batches, size=fabric.world_size, ranks=ranks, three=three)
 
 
@@ -215,92 +189,12 @@ def texts(number: int = 4) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": text, "labels": torch.cat([torch.tensor([-100]), text[1:]])} for text in tokens]
 
 
-def torchmetrics(_: Path) -> dict[str, Any]:
-    from torchmetrics import MetricCollection
-    from torchmetrics.aggregation import CatMetric, SumMetric
-    from torchmetrics.regression import MeanSquaredError
-
-    metrics = MetricCollection({"error": MeanSquaredError(), "sum": SumMetric(), "all": CatMetric()})
-    rank = dist.get_rank()
-    metrics["error"].update(torch.full((rank + 1,), float(rank)), torch.zeros(rank + 1))  # 0; 1, 1
-    metrics["sum"].update(float(10**rank))
-    metrics["all"].update(torch.full((2,), float(rank)))
-    values = {name: metric.compute() for name, metric in metrics.items(keep_base=True)}
-    return {name: value.tolist() for name, value in values.items()}
-
-
-# ---- What PyTorch itself has
-
-
-def fsdp2(_: Path) -> dict[str, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = network()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (*(model[0], model[2]), model):
-        fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    num_batches = train(model, optimizer, sharded())
-    mine = sum(weight.to_local().numel() for weight in model.parameters())
-    return found(model, alone(), num_batches=num_batches, mine=mine)
-
-
-def tensor_parallel(_: Path) -> dict[str, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    model = network()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, foreach=False)
-    num_batches = train(model, optimizer, [list(data().tensors)])
-    mine = [list(weight.to_local().shape) for weight in model.parameters()]
-    return found(model, alone(), num_batches=num_batches, mine=mine)
-
-
-def zero(_: Path) -> dict[str, Any]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = network()
-    wrapped = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=LEARNING_RATE)
-    num_batches = train(wrapped, optimizer, sharded())
-    mine = sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
-    return found(model, alone(torch.optim.Adam), num_batches=num_batches, mine=mine)
-
-
-def dcp(folder: Path) -> dict[str, Any]:
-    import torch.distributed.checkpoint as checkpoints
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    first, other = network(), network()
-    torch.nn.init.zeros_(other[0].weight)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for model in (first, other):
-        fully_shard(model, mesh=mesh)
-    checkpoints.async_save(first.state_dict(), checkpoint_id=folder / "dcp").result()
-    state = other.state_dict()
-    checkpoints.load(state, checkpoint_id=folder / "dcp")
-    other.load_state_dict(state)
-    files = sorted(path.name for path in (folder / "dcp").glob("*.distcp"))
-    return found(other, list(network().parameters()), files=files)
-
-
 EXAMPLES: dict[str, Callable[[Path], dict[str, Any]]] = {
     example.__name__: example
     for example in (
         lightning_trainer,
         lightning_fabric,
-        fabric_run,
         accelerate,
         transformers,
-        torchmetrics,
-        fsdp2,
-        tensor_parallel,
-        zero,
-        dcp,
     )
 }

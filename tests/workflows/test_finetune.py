@@ -15,7 +15,6 @@ import torch
 from distributed import Client, LocalCluster
 
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
-from pages import command
 from workflow_runs import Run
 
 if missing := [package for package in ("datasets", "peft", "trl") if find_spec(package) is None]:
@@ -28,6 +27,7 @@ from tasks import finetuning, stream_trainer
 HP = {"steps": 8, "batch_size": 4, "checkpoint_interval": 4, "num_held_out": 8}
 
 
+@pytest.mark.slow
 def test_the_workflow_returns_an_adapter_that_peft_loads(tmp_path: Path) -> None:
     once = json.dumps(HP | {"checkpoint_interval": HP["steps"]})  # one evaluation
     run = Run.of("finetune", tmp_path, "first", "--hp", once, env={"WANDB_MODE": "disabled"})
@@ -134,7 +134,3 @@ def test_a_folder_of_a_model_is_loaded(tmp_path: Path) -> None:
     assert tokenizer.eos_token == finetuning.END
     other, _ = finetuning.load_base("", seed=3)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in base.state_dict().items())
-
-
-def test_the_guides_command_is_the_one_that_runs_here() -> None:
-    assert command("pyflyte run workflows/finetune.py finetune")

@@ -51,11 +51,8 @@ def test_json_is_known_by_its_content(write, file: str) -> None:
 @pytest.mark.parametrize(
     ("header", "column"),
     [
-        ("Animal's Name", 0),
-        ("id,name", 1),
         ("id,pet_name", 1),
         ("Species, Name ", 1),
-        ("owner name,name", 1),
         ("owner name,Animal's Name", 1),
         ("owner name,pet name", 0),
     ],
@@ -89,12 +86,9 @@ def test_s3(s3: str, weed: Weed) -> None:
     ("content", "found"),
     [
         ('{"dogs": [], "cats": []}', "it is JSON, but no list: {'cats': "),
-        ('["Bella",', "it is not valid JSON: .* line 1"),
         ('["Bella", 7]', "element 1 of its JSON list is no string but 7"),
         ("species,breed\ncat,manx\n", r"no column of its CSV header is called a name: \['species', 'breed'"),
         ("<!doctype html>\n<p>Log in</p>\n", "no column of its CSV header .*<!doctype html>"),
-        ("name\n" + "a" * 200_000, "it is not valid CSV: field larger than field limit"),
-        (" \n", "the file is empty"),
         (b"PAR1\x15\x04\xff", "it is no UTF-8 text .*PAR1"),
     ],
 )
@@ -103,18 +97,12 @@ def test_unreadable(write, content: str | bytes, found: str) -> None:
         load_names(write("pets", content))
 
 
-def test_split_keeps_every_name_on_one_side() -> None:
-    names = ["bella", "max", "bella", "luna", "max", "zoe", "bella", "rex"]
-    training, held_out = split_by_name(names, 0.4, seed=1)
-    assert len(set(held_out)) == 2
+def test_split_keeps_every_name_on_one_side_by_the_seed_and_not_by_the_order() -> None:
+    names = [*EMBEDDED_NAMES, *EMBEDDED_NAMES[:100]]
+    training, held_out = split_by_name(names, 0.1, seed=3)
+    assert len(set(held_out)) == round(0.1 * len(EMBEDDED_NAMES))
     assert not set(training) & set(held_out)
     assert Counter(training) + Counter(held_out) == Counter(names)
-
-
-def test_split_depends_on_the_seed_and_not_on_the_order() -> None:
-    names = [*EMBEDDED_NAMES, *EMBEDDED_NAMES[:100]]
-    _, held_out = split_by_name(names, 0.1, seed=3)
-    assert len(set(held_out)) == round(0.1 * len(EMBEDDED_NAMES))
     assert sorted(split_by_name(names[::-1], 0.1, seed=3)[1]) == sorted(held_out)
     assert set(split_by_name(names, 0.1, seed=4)[1]) != set(held_out)
 
@@ -153,21 +141,11 @@ def test_no_password_and_no_signature_is_shown(served: str, tmp_path: Path) -> N
 # The newest file
 
 
-@pytest.mark.parametrize(
-    ("data", "uri"),
-    [
-        ("", ""),
-        ("names.csv", "names.csv"),
-        ("s3://bucket/{date}.csv", "s3://bucket/2026-01-31.csv"),
-        ("https://host/{date:%Y/%m}/names.json", "https://host/2026/01/names.json"),
-    ],
-)
-def test_a_file_is_taken_as_it_is_named_on_the_day(
-    data: str, uri: str, tmp_path: Path, s3: str, weed: Weed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_is_taken_as_it_is_named_on_the_day(s3: str, weed: Weed) -> None:
     weed.put_all("bucket", {"2026-01-31.csv": b"name\nmax"})
-    assert newest_uri(data, DAY) == uri
+    assert newest_uri("s3://bucket/{date}.csv", DAY) == "s3://bucket/2026-01-31.csv"
+    assert newest_uri("https://host/{date:%Y/%m}/names.json", DAY) == "https://host/2026/01/names.json"
+    assert newest_uri("", DAY) == ""
 
 
 def test_of_a_folder_it_is_the_file_written_last(tmp_path: Path) -> None:

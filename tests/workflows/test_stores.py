@@ -6,7 +6,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from pages import command
 from tasks import sales
 from workflow_runs import Run
 
@@ -50,7 +49,3 @@ def test_data_that_cannot_be_forecast_are_refused_with_the_values(
         pd.DataFrame(columns).to_parquet(path)
     with pytest.raises(ValueError, match=said):
         sales.frame_of(str(path), 1, 1, 1)
-
-
-def test_the_guides_command_is_the_one_that_runs_here() -> None:
-    assert command("pyflyte run workflows/stores.py stores")

@@ -12,7 +12,7 @@ from flytekit.types.file import FlyteFile
 from torch.utils.data import DataLoader
 
 from flows.arithmetic import shifted
-from flytekitplugins.daskpytorch import Gang, SpawnDDP, Wandb, current_rank
+from flytekitplugins.daskpytorch import SpawnDDP, current_rank
 
 Scores = Artifact(name="scores", partition_keys=["kind"])
 
@@ -92,29 +92,6 @@ def wrong_type() -> int:
 
 
 # On a busy machine Weights & Biases takes longer to close a run than rank 0 has as a rule.
-PATIENT = Gang(max_restarts=0, grace_period=600)
-
-
-@task(task_config=SpawnDDP(nproc=2, gang=PATIENT, wandb=Wandb(project="tests", mode="offline")))
-def tracked(steps: int, fail_at: int = -1) -> int:
-    """Log a metric per step; rank 1 may fail."""
-    for step in range(steps):
-        current_rank().log({"loss": 1.0 / (step + 1)}, step=step)
-        dist.barrier()  # so that rank 0 has logged, too, when rank 1 fails
-        if current_rank().rank == 1 and step == fail_at:
-            raise ValueError("tracked failure")
-    return steps
-
-
-@task(task_config=SpawnDDP(nproc=2, gang=PATIENT, wandb=Wandb(project="tests", mode="offline")))
-def joins() -> bool:
-    """Rank 0 joins the task's run in its first lines, as scripts do that have a `wandb.init` of their own."""
-    if current_rank().rank:
-        return False
-    import wandb
-
-    opened = wandb.run
-    return opened is not None and wandb.init(project="tests") is opened
 
 
 @task(task_config=SpawnDDP(nproc=2))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from flytekit import Deck, Secret, current_context, task, workflow
+from flytekit import Deck, Secret, current_context, task
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
@@ -129,18 +129,3 @@ def resumable(folder: str, epochs: int, saves_every: int = 1, pace: float = 0.0)
 def _leave(folder: str, name: str, line: object) -> None:
     with Path(folder, name).open("a") as file:
         file.write(f"{line}\n")
-
-
-@task
-def use(model_state: PythonPickledFile, results: FlyteDirectory) -> dict[str, float]:
-    """A downstream node that needs the files."""
-    folder = Path(results.download())
-    totals = {str(path.relative_to(folder)): json.loads(path.read_text())["total"] for path in folder.rglob("*.json")}
-    return {"weight": float(torch.load(model_state.download(), weights_only=True)["weight"]), **totals}
-
-
-@workflow
-def training(text: FlyteFile, number: float = 1.0) -> dict[str, float]:
-    """Train, then use what was trained."""
-    trained = train(text=text, number=number)
-    return use(model_state=trained.model_state, results=trained.results)
