@@ -1,6 +1,7 @@
 """`ModelFutures`: results, records, errors and table. Gangs start on free workers. No gang runs."""
 
 import heapq
+import math
 import random
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
@@ -100,6 +101,36 @@ def test_a_result_that_is_an_exception_is_a_result() -> None:
     future = model(0, 1)
     future.set_result(FAILED)
     assert models_of(future).result() == models_of(future).result(return_exceptions=True) == [FAILED]
+
+
+def test_the_best_is_a_finished_one_by_its_newest_value(models: ModelFutures) -> None:
+    with pytest.raises(TimeoutError):
+        models.best("loss", timeout=0.01)
+    with pytest.raises(ValueError, match=r"best\(metric='score'\): must be given with mode='min' if .*mode='max' if"):
+        models.best("score")  # at once, not after the models
+    end(models)
+    assert models.best("loss") is models[1]
+    assert models.best("loss", "max") is models[0]
+    assert models.best("accuracy") is models.best("accuracy", "max") is models[0]
+
+
+def test_nothing_is_best(models: ModelFutures) -> None:
+    end(models)
+    with pytest.raises(ValueError, match=r"best\(metric='losss'\): no finished .*: accuracy, epoch, loss$"):
+        models.best("losss", "min")
+    with pytest.raises(ValueError, match=r"best\(mode='low'\): must be None or one of min, max"):
+        models.best("loss", "low")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="There are 0 models; the finished ones have logged: nothing"):
+        models_of().best("loss")
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_no_number_is_never_the_best(mode: Any) -> None:
+    futures = [model(index, index, {"loss": value}) for index, value in enumerate((math.nan, "low", 5.0))]
+    for future in futures:
+        future.set_running_or_notify_cancel()
+        future.set_result(None)
+    assert models_of(*futures).best("loss", mode) is futures[2]
 
 
 def test_after_a_restart_the_newest_values_are_those_of_the_records_that_stay() -> None:

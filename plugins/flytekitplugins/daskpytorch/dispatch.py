@@ -256,8 +256,9 @@ def map(  # noqa: A001
 
     Returns:
         Sequence with a future per experiment, in the experiments' order. A future has rank 0's return value as `result`
-        and rank 0's newest 100,000 log records as `records`. The sequence also has `result`, `exception`, `cancel` and
-        `to_frame`: only `to_frame`, `done` and `cancel` for a data frame. A failed experiment does not end the others.
+        and rank 0's newest 100,000 log records as `records`. The sequence also has `result`, `exception`, `cancel`,
+        `best` and `to_frame`: only `to_frame`, `done` and `cancel` for a data frame. A failed experiment does not end
+        the others.
 
     Raises:
         ValueError: An argument has the wrong type, or a number of workers is not a whole number from 1 up. Or `wandb`
@@ -276,7 +277,7 @@ def map(  # noqa: A001
         >>> models = dispatch.map(client, train, [{"lr": rate} for rate in (0.1, 0.3, 0.9)])
         >>> [round(loss, 2) for loss in models.result()]
         [0.04, 0.0, 0.36]
-        >>> min(models, key=lambda model: model.metrics["loss"]).experiment
+        >>> models.best("loss").experiment
         {'lr': 0.3}
     """
     problems = Problems("dispatch.map", SimpleNamespace(**locals()), RULES_OF_MAP)

@@ -396,8 +396,7 @@ class EarlyStopping:
         ...         current_rank().log({"epoch": epoch, "loss": rate / epoch})
         ...     return rate
         >>> models = dispatch.map(client, train, [0.1, 0.2, 0.4], stop_early=EarlyStopping(metric="loss"))
-        >>> results = models.result()
-        >>> min(models, key=lambda model: model.metrics["loss"]).experiment
+        >>> models.best("loss").experiment
         0.1
     """
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
-from flytekitplugins.daskpytorch.checks import require_extra
+from flytekitplugins.daskpytorch.checks import MODE, Problems, check_direction, direction_of, require_extra, shown
 from flytekitplugins.daskpytorch.dask.agents import Allotment
 from flytekitplugins.daskpytorch.driver.futures import Futures, GangFutures
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -97,6 +99,36 @@ class ModelFutures(Futures[ModelFuture]):
         self._wait(timeout)
         failed = (future for future in self._futures if future.status != STOPPED_EARLY)
         return next((error for future in failed if (error := error_of(future)) is not None), None)
+
+    def best(self, metric: str, mode: Literal["min", "max"] | None = None, timeout: float | None = None) -> ModelFuture:
+        """Wait for all models, and return the future of the finished model with the best newest value of a metric.
+
+        Failed, cancelled and early stopped models do not count. Neither do values other than numbers.
+
+        Args:
+            metric: Name of a metric that rank 0 has logged.
+            mode: `min` if low values are good, `max` if high values are good. None: by the words of the name, as in
+                `Keep`.
+            timeout: Seconds to wait. None: no limit.
+
+        Raises:
+            TimeoutError: Some models have not ended within `timeout` seconds. Their training goes on.
+            ValueError: `mode` has another value, or is None and the name does not tell, or no finished model has logged
+                a number of that name.
+        """
+        problems = Problems("best", SimpleNamespace(metric=metric, mode=mode), {"mode": MODE})
+        check_direction(problems, metric, mode)
+        problems.raise_any()
+        self._wait(timeout)
+        finished = [future for future in self._futures if future.status == "finished"]
+        values = {future: future.metrics.get(metric) for future in finished}
+        if not (numbers := {future: value for future, value in values.items() if _is_number(value)}):
+            names = ", ".join(sorted({name for future in finished for name in future.metrics})) or "nothing"
+            raise ValueError(
+                f"best(metric={shown(metric)}): no finished model has logged a number of that name. "
+                f"There are {counted(self)}; the finished ones have logged: {names}"
+            )
+        return (min if (mode or direction_of(metric)) == "min" else max)(numbers, key=numbers.__getitem__)
 
     def to_frame(self) -> pd.DataFrame:
         """Return the present state as a table with a row for each model, by index.
@@ -273,3 +305,7 @@ class ModelFutures(Futures[ModelFuture]):
                 return True
             gang = model.gang
         return gang.cancel() if gang is not None else model.future.cancelled()
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int) or (isinstance(value, float) and not math.isnan(value))
