@@ -56,12 +56,31 @@ def wait_for(experiment: dict[str, str]) -> str:
 # ---- What is done with them
 
 
-def test_results_come_in_the_order_of_the_experiments(client: Client) -> None:
+class Started(Observer):
+    """The workers of each gang, in the order of the starts."""
+
+    workers: ClassVar[list[list[str]]] = []
+
+    def on_start(self, shape: Shape) -> None:
+        self.workers.append([node.worker for node in shape.nodes])
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    monkeypatch.setattr(Started, "workers", found := [])
+    return found
+
+
+def test_the_largest_gang_starts_first_and_results_come_in_the_order_of_the_experiments(
+    client: Client, started: list[list[str]]
+) -> None:
     experiments = [(1, 1), (2, 4), (3, 2), (4, 1), (5, 2), (6, 1)]
-    futures = dispatch.map(client, reduced, experiments, workers=lambda experiment: experiment[1])
+    gang = Gang(observers=(Started,))
+    futures = dispatch.map(client, reduced, experiments, workers=lambda experiment: experiment[1], gang=gang)
     sums = {1: 1, 2: 11, 4: 1111}
     expected = [(value, size, value * float(sums[size])) for value, size in experiments]
     assert futures.result() == expected
+    assert len(started[0]) == 4
     assert [future.result() for future in futures] == expected
     assert sorted(future.result() for future in as_completed(futures, 1)) == sorted(expected)
     assert futures.done()
@@ -132,26 +151,16 @@ def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:
     assert dispatch.map(client, raise_if_odd, []).result() == []
 
 
-class Pairs(Observer):
-    """The workers of gangs of two."""
-
-    workers: ClassVar[set[str]] = set()
-
-    def on_start(self, shape: Shape) -> None:
-        if len(shape.nodes) == 2:
-            self.workers.update(node.worker for node in shape.nodes)
-
-
-def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path) -> None:
+def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path, started: list[list[str]]) -> None:
     with nothing_left_behind(), dask_cluster(tmp_path, 3) as cluster, Client(cluster.address) as client:
         paths = [str(tmp_path / "pair"), str(tmp_path / "single")]
-        gang = Gang(observers=(Pairs,))
+        gang = Gang(observers=(Started,))
         futures = dispatch.map(client, wait, paths, workers=lambda path: 2 if path.endswith("pair") else 1, gang=gang)
         until(lambda: all(Path(f"{path}-started").exists() for path in paths), "the models to start")
         (tmp_path / "single").touch()
         assert futures[1].result() == paths[1]
         (tmp_path / "pair-started").unlink()
-        lost = next(i for i in range(3) if _address_of(client, f"worker-{i}") in Pairs.workers)
+        lost = next(i for i in range(3) if _address_of(client, f"worker-{i}") in max(started, key=len))
         cluster.kill_worker(lost)
         until((tmp_path / "pair-started").exists, "the pair to start again")
         (tmp_path / "pair").touch()

@@ -1,9 +1,6 @@
 """`ModelFutures`: results, records, errors and table. Gangs start on free workers. No gang runs."""
 
-import heapq
 import math
-import random
-from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -170,34 +167,10 @@ def test_columns_of_one_name_are_told_apart() -> None:
     ]
 
 
-# ---- Gangs start on free workers in a good order. Simulated without a clock, and compared with lower bounds.
+# ---- Gangs start on free workers
 
 
 WORKERS = [f"tcp://10.0.0.{number}:1" for number in range(1, 5)]
-
-
-def makespan(sizes: Sequence[int], lengths: Sequence[float], num_workers: int = 4) -> float:
-    """How long all take, each starting as soon as it can, the largest first; asserts that nothing waits in vain."""
-    allotment = Allotment(WORKERS[:num_workers])
-    waiting = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    running: list[tuple[float, int]] = []
-    now = 0.0
-    while waiting or running:
-        for index in list(waiting):
-            if allotment.acquire(index, sizes[index]) is not None:
-                waiting.remove(index)
-                heapq.heappush(running, (now + lengths[index], index))
-        assert all(sizes[index] > allotment.num_free for index in waiting)
-        now, ended = heapq.heappop(running)
-        allotment.release(ended)
-    return now
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_equal_work_of_mixed_sizes_is_packed_as_tightly_as_can_be(seed: int) -> None:
-    sizes = random.Random(seed).choices([1, 2, 4], k=27)
-    slots = sizes.count(4) + -(-(2 * sizes.count(2) + sizes.count(1)) // 4)
-    assert makespan(sizes, [1.0] * 27) == slots
 
 
 def test_a_lost_worker_that_nothing_replaces_yet() -> None:

@@ -62,7 +62,6 @@ class ReceivedResults:
         if part.error is not None:
             raise part.error
         if piece.is_last and piece.path is None:
-            self._drop(part.rank)
             self._returned[part.rank] = self._folder / piece.file
         elif piece.is_last and piece.path:
             self._waiting.append((part.rank, piece.path, self._folder / piece.file))
@@ -94,12 +93,7 @@ class ReceivedResults:
         return partial(self._load, rank, self._returned.pop(rank) if small is None else small)
 
     def drop_returned(self) -> None:
-        for rank in list(self._returned):
-            self._drop(rank)
-
-    def _drop(self, rank: int) -> None:
-        if (path := self._returned.pop(rank, None)) is not None:
-            path.unlink(missing_ok=True)
+        self._returned.clear()
 
     def _load(self, rank: int, data: bytes | Path) -> Any:  # not a static method: the folder lives as long as `self`
         try:
