@@ -23,7 +23,7 @@ from flytekitplugins.daskpytorch.settings import Gang, Keep
 @dataclass(frozen=True, kw_only=True)
 class Request:
     name: str
-    call: bytes | None
+    call: bytes | None = field(repr=False)
     """The pickled call. None: the gang stays, with `calls`."""
     ranks_per_worker: int
     num_gpus: int = 0

@@ -42,7 +42,7 @@ class Outcome:
 class StayingCall:
     number: int
     name: str
-    call: bytes
+    call: bytes = field(repr=False)
     keeps: bool = False
     log: Callable[[LogRecord], object]
     settle: Callable[[Outcome], object]
