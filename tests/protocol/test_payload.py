@@ -38,7 +38,7 @@ def sent(value: Any) -> list[Piece]:
     pieces: list[Piece] = []
     writer = PieceWriter(None, pieces.append)
     dump_returned(value, writer)
-    writer._flush(is_last=True)
+    writer._put(memoryview(writer._rest), is_last=True)
     return pieces
 
 

@@ -191,25 +191,25 @@ class PieceWriter:
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), PIECE_SIZE):
-            part = view[start : start + PIECE_SIZE]
-            if len(self._rest) + len(part) > PIECE_SIZE:
-                self._flush(is_last=False)
-            self._rest += part
+        if len(self._rest) + len(view) <= PIECE_SIZE:
+            self._rest += view
+            return len(view)
+        for part in (memoryview(self._rest), view):
+            for start in range(0, len(part), PIECE_SIZE):
+                self._put(part[start : start + PIECE_SIZE])
+        self._rest = bytearray()
         return len(view)
 
     def end(self) -> bytes | None:
         """Send the last piece, or return the bytes of a small return value."""
         if self._path is None and self._start == 0 and len(self._rest) <= SMALL_SIZE:
             return bytes(self._rest)
-        self._flush(is_last=True)
+        self._put(memoryview(self._rest), is_last=True)
         return None
 
-    def _flush(self, *, is_last: bool) -> None:
-        data = bytes(self._rest)
-        self._send(Piece(path=self._path, file=self._name, start=self._start, data=data, is_last=is_last))
+    def _put(self, data: memoryview, *, is_last: bool = False) -> None:
+        self._send(Piece(path=self._path, file=self._name, start=self._start, data=bytes(data), is_last=is_last))
         self._start += len(data)
-        self._rest.clear()
 
 
 Report = ShortReport | Piece
