@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -307,6 +308,7 @@ def test_what_only_trainings_need_is_imported_after_a_rank_that_trains_and_besid
     look, keys = "import sys; print('torch._dynamo' in sys.modules)", itertools.count(1)
     trains = "import types, wrapt; wrapt.notify_module_loaded(types.ModuleType('torch._dynamo')); print('trains')"
     assert Rank.running(client, 0, f"{trains}; import time; time.sleep(600)").line() == "trains"
+    time.sleep(0.3)  # in which the server would begin
     assert Rank.running(client, next(keys), "import sys; print('sympy' in sys.modules)").line() == "False"
     client.kill(0, signal.SIGKILL)
     until(lambda: Rank.running(client, next(keys), look).line() == "True", "the imports")

@@ -91,7 +91,7 @@ class Prompt:
                     self._attach(self._listener)
                     steps = interact()
                     break
-                except OSError:
+                except OSError:  # pdb writes at a closed terminal, too, before it quits
                     if self.has_terminal():
                         raise
         finally:
@@ -192,13 +192,7 @@ def _at_terminal(prompt: Prompt, pdb: Any) -> None:
 
         prompt.show(_place_of(frame, prompt.failure), interact)
 
-    def end_input(self: Any, arg: str) -> Any:
-        if os.getpid() == prompt.pid and not prompt.has_terminal():
-            raise ConnectionResetError("the terminal was closed")
-        return usual_end(self, arg)
-
-    usual_end = pdb.Pdb.do_EOF
-    pdb.Pdb.interaction, pdb.Pdb.do_EOF = interaction, end_input
+    pdb.Pdb.interaction = interaction
 
 
 def _place_of(frame: FrameType | None, failure: Failure | None) -> str:
