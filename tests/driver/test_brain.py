@@ -400,6 +400,22 @@ def test_gang_that_starts_again_waits_for_what_is_being_committed(gang_of: MakeW
     assert world.watcher.resumed == ([100] if arrives else [None])
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_results_wait_for_the_commit_of_the_last_shards_or_its_failure(gang_of: MakeWorld, fails: bool) -> None:
+    world = gang_of()
+    world.checkpoints.fails = fails
+    for agent in world.connected():
+        world.write_shards(agent)
+        world.deliver(agent)
+    world.obey_all()
+    world.wait(1.0)
+    assert world.results is None
+    world.work()
+    assert world.results == [0, 1]
+    assert world.commits == (set() if fails else {(0, 0)})
+    assert any("was not kept (OSError(" in note for note in world.watcher.notes) is fails
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_gang_that_is_told_to_end_says_which_shards_are_the_newest(gang_of: MakeWorld, arrives: bool) -> None:
     world = gang_of()
