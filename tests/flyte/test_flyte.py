@@ -25,8 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.request import request_for
-from flytekitplugins.daskpytorch.flyte import context
-from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
+from flytekitplugins.daskpytorch.flyte.context import FlyteRank
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 
@@ -104,7 +103,7 @@ def test_a_rank_needs_no_name_of_its_own_machine_and_keeps_the_users_statsd(
     """`localhost` resolves nowhere here; flytekit's own local tasks do not ask for it."""
     rank = FlyteRank.of_current_task("flows.train", transform_function_to_interface(nothing), LiteralMap({}), "")
     rank = dataclasses.replace(rank, raw_output_prefix=str(tmp_path))
-    monkeypatch.setattr("flytekitplugins.daskpytorch.flyte.rank.provide", lambda *_, **__: None)  # this is no rank
+    monkeypatch.setattr("flytekitplugins.daskpytorch.protocol.host._known", [])  # this is no rank
     resolve, asked = socket.getaddrinfo, []
 
     def without_localhost(name: str, *args: object, **kwargs: object) -> object:
@@ -127,8 +126,8 @@ def test_no_import_is_left_for_two_threads_to_race_for() -> None:
     """As in a rank, which imports torch first."""
     script = """
 import importlib.util, sys, torch
-from flytekitplugins.daskpytorch.flyte import rank
-rank.finish_imports()
+from flytekitplugins.daskpytorch.flyte import context
+context.finish_imports()
 kinds = {name: object.__getattribute__(module, "__class__") for name, module in sys.modules.items()}
 print([name for name, kind in kinds.items() if kind is importlib.util._LazyModule])
 """
@@ -171,21 +170,17 @@ def test_ranks_that_are_not_the_tasks_own_get_the_keys_to_flytes_storage(tmp_pat
     assert isinstance(in_rank.filesystem("/folder"), LocalFileSystem)
 
 
-def test_a_host_that_is_imported_later_does_not_take_the_place_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_task_answers_before_a_ranks_execution_and_that_before_the_newest_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(host, "_hosts", [])
-    monkeypatch.setattr(host, "_has_last", False)
-    of_driver = host.Execution()
-    host.provide(lambda: of_driver, is_last=True)
-    host.provide(context.current)
-    assert current_execution() is of_driver
-
-
-def test_of_two_hosts_the_one_answers_whose_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_hosts", [])
-    older, newer = host.Execution(), host.Execution()
+    monkeypatch.setattr(host, "_known", [])
+    older, newer, of_rank = host.Execution(), host.Execution(), host.Execution()
     host.provide(lambda: older)
     host.provide(lambda: newer)
     assert current_execution() is newer
+    host.know(lambda: of_rank)
+    assert current_execution() is of_rank
     older.task = object()
     assert current_execution() is older
 

@@ -97,7 +97,7 @@ def test_the_pods_have_our_settings_of_dask_below_the_users() -> None:
     assert name not in made(DaskCluster()).env_vars
     task = made(DaskDDP(), env_vars={name: "7", "OWN": "1"})
     assert (task.env_vars[name], task.env_vars["OWN"]) == ("7", "1")
-    assert task.env_vars["DASK_DISTRIBUTED__WORKER__PRELOAD"] == "flyteplugins.daskpytorch.preload"
+    assert task.env_vars["DASK_DISTRIBUTED__WORKER__PRELOAD"] == "flyteplugins.daskpytorch.command_line"
     assert task.override(env_vars={name: "8"}).env_vars[name] == "8"
 
 

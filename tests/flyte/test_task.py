@@ -30,7 +30,7 @@ from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
 
 from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Scheduler, SpawnDDP, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.errors import WorkerLostError
-from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
+from flytekitplugins.daskpytorch.flyte.context import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.records import LogRecord

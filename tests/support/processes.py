@@ -29,7 +29,7 @@ SCRIPTS = Path(sys.executable).parent
 """Where the installed commands are: pyflyte, pyflyte-execute, dask-scheduler, dask-worker."""
 PRELOAD = str(Path(preload.__file__))
 """Has a Dask worker's fork server import what is named in a variable."""
-TASKS_IMPORT = (*TESTS_IMPORT, "flytekitplugins.daskpytorch.flyte.rank:finish_imports")
+TASKS_IMPORT = (*TESTS_IMPORT, "flytekitplugins.daskpytorch.flyte.context:finish_imports")
 """What the ranks of tasks need ahead, and those of tests that import flytekit."""
 
 OF_FLYTE2 = {

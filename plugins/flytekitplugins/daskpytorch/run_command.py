@@ -11,8 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -20,7 +19,7 @@ from flytekitplugins.daskpytorch.display.terminal import Board
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ending import EXIT_CODE
-from flytekitplugins.daskpytorch.process.streams import Screen, say
+from flytekitplugins.daskpytorch.process.streams import Screen
 from flytekitplugins.daskpytorch.protocol.script import Script, module_of, script_of
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 from flytekitplugins.daskpytorch.task import process
@@ -28,7 +27,6 @@ from flytekitplugins.daskpytorch.task import process
 if TYPE_CHECKING:
     from distributed import Client
 
-WITHOUT_MEANING = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port")
 COUNT = click.IntRange(min=1)
 SOURCE = f"--scheduler or {SCHEDULER_VARIABLE}: without them, this machine is meant"
 
@@ -54,24 +52,11 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _note_without_meaning(_: click.Context, option: click.Parameter, value: object) -> None:
-    if value:
-        say(f"torchrun's option {option.opts[0]} has no effect here. `daskpytorch run --help` lists those with one")
-
-
-def _accepting_torchruns(command: click.Command) -> click.Command:
-    about: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": _note_without_meaning}
-    options = [click.Option([f"--{name}"], **about) for name in WITHOUT_MEANING]
-    command.params += [*options, click.Option(["--standalone"], is_flag=True, **about)]
-    return command
-
-
 def _setting(name: str, words: str, metavar: str | None = None, *, type: Any = None) -> Callable[[Any], Any]:  # noqa: A002
     [default] = [field.default for field in fields(Gang) if field.name == name]
     return click.option(f"--{name.replace('_', '-')}", type=type, default=default, metavar=metavar, help=words)
 
 
-@_accepting_torchruns
 @click.command(
     context_settings={
         "allow_interspersed_args": False,  # the words after the program are the program's own
@@ -125,7 +110,6 @@ def _setting(name: str, words: str, metavar: str | None = None, *, type: Any = N
     "which the command goes on with DASKPYTORCH_RESUME=1)",
 )
 @click.option("--log-dir", metavar="FOLDER", help="write each rank's output to files here, too, on the rank's machine")
-@click.option("--deck", metavar="FILE", help="write the page of the training to this HTML file at the end")
 @click.option(
     "--env",
     "environment",
@@ -144,7 +128,6 @@ def run(
     module: bool,
     scheduler: str | None,
     workers: int | None,
-    deck: str | None,
     virtual_local_rank: bool,
     environment: Sequence[tuple[str, str]],
     **settings: Any,
@@ -165,17 +148,13 @@ def run(
             environment=dict(environment),
             **settings,
         )
-        if deck is not None:
-            Path(deck).touch()  # an unwritable file is an error before the training
     except (OSError, SyntaxError, ImportError, ValueError) as error:
         raise click.UsageError(f"{type(error).__name__}: {error}") from error
-    if script.args in (("--help",), ("-h",)):  # of the program, without a gang
-        os.execv(sys.executable, [sys.executable, *(["-m"] if script.is_module else []), script.given, *script.args])  # noqa: S606
-    if not _is_same_file(sys.stdout, sys.stderr):  # otherwise one stream keeps the order of all lines
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
         Board.output = Screen(is_output=True)
     try:
         with process.heeding_sigterm(), _client_of(scheduler, workers, gang) as client:
-            return _run(client, script, gang, deck)
+            return _run(client, script, gang)
     except KeyboardInterrupt:
         return EXIT_CODE
     except PreemptedError:
@@ -187,24 +166,10 @@ def run(
         Board.output = None
 
 
-def _is_same_file(*streams: IO[str] | None) -> bool:
-    try:
-        one, other = (os.fstat(stream.fileno()) for stream in streams if stream is not None)
-    except (OSError, ValueError):
-        return False
-    return os.path.samestat(one, other)
-
-
-def _run(client: Client | None, script: Script, gang: Gang, deck: str | None) -> int:
+def _run(client: Client | None, script: Script, gang: Gang) -> int:
     from flytekitplugins.daskpytorch import dispatch
 
-    futures = dispatch.run(client, script, gang=gang)
-    try:
-        error = futures.exception()
-    finally:
-        if deck is not None:
-            say(f"the page of the training: {futures.report(deck)}")
-    if error is None:
+    if (error := dispatch.run(client, script, gang=gang).exception()) is None:
         return 0
     print(error.__cause__ if isinstance(error.__cause__, GangError) else error, file=sys.stderr)
     return _code_for(error)

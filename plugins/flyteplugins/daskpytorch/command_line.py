@@ -1,19 +1,27 @@
-"""Hook of `flyte run --local`: starts the fork server early, and lets Ctrl-C end a gang in good order.
+"""Starts the fork server, which imports Flyte 2's SDK, before ranks need it: in `flyte run --local` and Dask workers.
 
-Flyte's command line loads this module before the tasks' file, by the entry point `flyte.plugins.cli.hooks`.
+Flyte's command line calls `run` before it loads the tasks' file, by the entry point `flyte.plugins.cli.hooks`. Dask
+workers call `dask_setup`: the task types name this module in their clusters' setting `distributed.worker.preload`.
 """
 
 import functools
 import sys
 from typing import Any
 
+from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ending import CtrlC
-from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
-from flytekitplugins.daskpytorch.task.process import is_worthwhile
-from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
+from flytekitplugins.daskpytorch.task.process import ctrl_c, is_worthwhile
 
+IMPORTED_AHEAD = "flyteplugins.daskpytorch.context:put_to_sleep"
+"""`module:function` that the fork server calls before it forks ranks of Flyte 2 tasks."""
 HERE = ("--local", "--tracked")
+
+
+def dask_setup(worker: Any) -> None:
+    """Start the Dask worker's fork server. Called by Dask."""
+    fork_client.import_ahead(IMPORTED_AHEAD)
+    preload.dask_setup(worker)
 
 
 def run(command: Any) -> Any:

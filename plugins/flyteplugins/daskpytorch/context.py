@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import host, pickling
 from flytekitplugins.daskpytorch.protocol.files import Files
-from flytekitplugins.daskpytorch.protocol.host import provide
 from flytekitplugins.daskpytorch.rank.link import check_count
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
@@ -194,11 +193,12 @@ class Flyte2Rank:
     def entered(self) -> Iterator[None]:
         """During the block, make `flyte.ctx()` and Flyte's functions work in this rank as in an ordinary task."""
         _revive()
-        provide(current, is_last=True)  # even if the user's code imports another SDK
         action, root = self.ctx.action, Path(self.ctx.run_base_dir)
         how = {"org": action.org, "project": action.project, "domain": action.domain, "root_dir": root}
         asyncio.run(flyte.init.aio(**how, storage=self.storage, sync_local_sys_paths=False))
         with internal_ctx().replace_task_context(self.ctx):
+            execution = current()
+            host.know(lambda: execution)  # even if the user's code imports another SDK
             yield
 
     def arguments(self) -> dict[str, Any]:

@@ -40,13 +40,13 @@ from flytekitplugins.daskpytorch.task import config, in_ranks, local_runs
 from flytekitplugins.daskpytorch.task.config import refuse_unknown
 from flytekitplugins.daskpytorch.task.process import IDLE_SIGTERM, SIGTERM, exit_quickly
 from flyteplugins.daskpytorch import context
+from flyteplugins.daskpytorch.command_line import IMPORTED_AHEAD
 from flyteplugins.daskpytorch.context import Flyte2Rank, TaskOutput
-from flyteplugins.daskpytorch.preload import IMPORTED_AHEAD
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.task.shown import ShownTask
+    from flytekitplugins.daskpytorch.task.run import Shown
 
-PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.preload"}
+PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flyteplugins.daskpytorch.command_line"}
 
 MAX_SYSTEM_RESTARTS = 3
 """Times that Flyte 2 restarts an attempt after failures of the infrastructure."""
@@ -182,7 +182,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
     def _environment_of_ranks(self) -> Mapping[str, str]:
         return {**context.rank_environment(self.secrets), **(self.env_vars or {})}
 
-    def _published(self, shown: ShownTask) -> AbstractContextManager[None]:
+    def _published(self, shown: Shown) -> AbstractContextManager[None]:
         show, at_once = flyte.report.get_tab(deck.TITLE).replace, self._page_file() is not None
         return deck.kept_up_to_date(shown.state, shown.files, show, flyte.report.flush, at_once=at_once)
 

@@ -1,1 +1,1 @@
-"""Adapter for flytekit: task configs and types, context, outputs and the early start. Only `rank` runs in ranks."""
+"""Adapter for flytekit: task configs and types, context, outputs, Deck and the early start."""

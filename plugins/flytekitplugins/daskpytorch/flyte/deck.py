@@ -1,14 +1,12 @@
-"""Deck of a task: the training's live page beside flytekit's own tabs. Runs in the driver, and `Written` in ranks."""
+"""Deck of a task: the training's live page beside flytekit's own tabs. Runs in the driver."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flytekit import Deck
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
@@ -16,11 +14,10 @@ from flytekit.deck.deck import DECK_FILE_NAME, _get_deck
 
 from flytekitplugins.daskpytorch.display import journal_file
 from flytekitplugins.daskpytorch.display.deck import TITLE, kept_up_to_date
-from flytekitplugins.daskpytorch.flyte.context import is_on_backend
-from flytekitplugins.daskpytorch.process.streams import say
+from flytekitplugins.daskpytorch.flyte.context import is_on_backend, outcome_kept
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.task.shown import ShownTask
+    from flytekitplugins.daskpytorch.task.run import Shown
 
 HEADERS = {"ContentType": "text/html", "content_type": "text/html"}
 FONTS = re.compile(r"<link [^>]*fonts\.googleapis\.com[^>]*>")
@@ -29,7 +26,7 @@ local_file: ContextVar[Path | None] = ContextVar("daskpytorch.deck", default=Non
 """None on Flyte's backend, and until the task makes a Deck."""
 
 
-def published(shown: ShownTask) -> AbstractContextManager[None]:
+def published(shown: Shown) -> AbstractContextManager[None]:
     """Keep a Deck with the training's page up to date, as the first Deck of the task.
 
     On Flyte's backend, the gang's journal is uploaded with the Deck.
@@ -48,17 +45,9 @@ def published(shown: ShownTask) -> AbstractContextManager[None]:
 
 def write_local(ctx: FlyteContext) -> None:
     """On Flyte's backend, flytekit writes the file."""
-    with _outcome_kept():
+    with outcome_kept():
         if (file := _DeckFile(ctx, local_file.get())).is_local:
             file.write()
-
-
-class Written:
-    """Mixin of tasks whose outcome stands if flytekit cannot write their Deck, such as by a user's renderer."""
-
-    def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any], ctx: FlyteContext, params: Any) -> None:
-        with _outcome_kept():  # without an execution, flytekit writes no file: see `write_local`
-            super()._write_decks(inputs, outputs, ctx.with_execution_state(None).build(), params)  # type: ignore[misc]
 
 
 class _DeckFile:
@@ -88,11 +77,3 @@ class _DeckFile:
     def _remote_path(self, name: str) -> str:
         prefix, access = self._ctx.user_space_params.output_metadata_prefix, self._ctx.file_access
         return f"{prefix}{access.sep(access.get_filesystem_for_path(prefix))}{name}"
-
-
-@contextlib.contextmanager
-def _outcome_kept() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # any exception of a disk, a user's Deck or renderer
-        say(f"the Deck could not be written ({type(error).__name__}: {error}); the task's outcome stands")

@@ -8,7 +8,7 @@ from typing import Any
 from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
 
-IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.rank:finish_imports"
+IMPORTED_AHEAD = "flytekitplugins.daskpytorch.flyte.context:finish_imports"
 """`module:function` that the fork server calls before it forks ranks of flytekit tasks."""
 
 

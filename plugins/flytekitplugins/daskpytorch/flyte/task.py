@@ -34,7 +34,7 @@ from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Rule
 from flytekitplugins.daskpytorch.display import wandb as wandb_run
 from flytekitplugins.daskpytorch.flyte import context, deck
-from flytekitplugins.daskpytorch.flyte.context import HOST
+from flytekitplugins.daskpytorch.flyte.context import HOST, FlyteRank, TaskOutput, Written
 from flytekitplugins.daskpytorch.process.ending import CtrlC
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.function import check_function
@@ -42,12 +42,10 @@ from flytekitplugins.daskpytorch.protocol.host import known_to_threads
 from flytekitplugins.daskpytorch.settings import is_local
 from flytekitplugins.daskpytorch.task import config, in_ranks, local_runs
 from flytekitplugins.daskpytorch.task.config import Cluster, GangOnDask, GangOnOwnNode, refuse_unknown
-from flytekitplugins.daskpytorch.task.in_ranks import ctrl_c
-from flytekitplugins.daskpytorch.task.process import exit_quickly, heeding_sigterm
+from flytekitplugins.daskpytorch.task.process import ctrl_c, exit_quickly, heeding_sigterm
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.flyte.rank import FlyteRank, TaskOutput
-    from flytekitplugins.daskpytorch.task.shown import ShownTask
+    from flytekitplugins.daskpytorch.task.run import Shown
 
 
 # Workers import torch for their ranks while the driver still waits for other workers.
@@ -60,7 +58,7 @@ INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataExcepti
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
 
 
-class _Resumable(deck.Written, PythonFunctionTask):  # type: ignore[misc]
+class _Resumable(Written, PythonFunctionTask):  # type: ignore[misc]
     """Base of all task types: infrastructure failures that Flyte retries, SIGTERM, and local runs."""
 
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
@@ -167,8 +165,6 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         return next(iter(values), None)
 
     def _rank_host(self, literals: LiteralMap) -> Callable[[str], FlyteRank]:
-        from flytekitplugins.daskpytorch.flyte.rank import FlyteRank
-
         has_tab = DeckField.OUTPUT in self.deck_fields
         return lambda folder: FlyteRank.of_current_task(
             self.name, self.python_interface, literals, folder, shows_outputs=has_tab
@@ -181,7 +177,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         # Flyte sets the task's own variables on a backend only, where Dask's variables for its workers may win.
         return {**context.rank_environment(), **self.environment}
 
-    def _published(self, shown: ShownTask) -> AbstractContextManager[object]:
+    def _published(self, shown: Shown) -> AbstractContextManager[object]:
         return deck.published(shown)
 
     def _page_file(self) -> str | None:

@@ -4,6 +4,7 @@ Runs in driver and ranks.
 """
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -136,41 +137,39 @@ def url_to_fs(uri: str, **options: Any) -> tuple[Any, str]:
 def current_execution() -> Execution:
     """Return the execution that this process is part of, without an import of a host's package."""
     executions = [current() for current in _hosts]
-    in_task = [each for each in executions if each.task is not None]
-    return next(iter([*in_task, *reversed(_known), *executions]), Execution())
+    in_task = (each for each in executions if each.task is not None)
+    return next(itertools.chain(in_task, (known() for known in reversed(_known)), executions), Execution())
+
+
+def know(current: Callable[[], Execution]) -> None:
+    """Let all threads of this process find an execution, as in a rank.
+
+    Threads do not inherit the context variables in which the host keeps the task.
+    """
+    _known.append(current)
 
 
 @contextlib.contextmanager
 def known_to_threads() -> Iterator[None]:
-    """Let `current_execution` find the task from any thread during a `with` block.
-
-    Threads do not inherit the context variables in which the host keeps the task.
-    """
-    known = current_execution()
-    _known.append(known)
+    """Let all threads find the present execution during a `with` block."""
+    execution = current_execution()
+    know(known := lambda: execution)
     try:
         yield
     finally:
         _known.remove(known)
 
 
-def provide(current: Callable[[], Execution], *, is_last: bool = False) -> None:
+def provide(current: Callable[[], Execution]) -> None:
     """Register a host of tasks, as each host's module does at its import.
 
-    Of several hosts, `current_execution` takes the one whose task runs here, else the newest. With `is_last`, this host
-    replaces all others, also those that register later.
+    Of several hosts, `current_execution` takes the one whose task runs here, else a known execution, else the newest.
     """
-    global _has_last
-    if is_last:
-        _hosts.clear()
-    if is_last or not _has_last:
-        _hosts.insert(0, current)
-        _has_last = is_last
+    _hosts.insert(0, current)
 
 
-_known: list[Execution] = []
+_known: list[Callable[[], Execution]] = []
 _hosts: list[Callable[[], Execution]] = []
-_has_last = False
 
 
 class Preemptible(Protocol):

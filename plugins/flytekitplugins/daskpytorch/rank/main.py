@@ -21,7 +21,7 @@ from flytekitplugins.daskpytorch.process.system import show_as
 from flytekitplugins.daskpytorch.protocol import messages, script
 from flytekitplugins.daskpytorch.protocol.failure import Failure, is_of_group, with_causes
 from flytekitplugins.daskpytorch.protocol.function import Metrics, unpack_call
-from flytekitplugins.daskpytorch.protocol.host import RankHost, provide
+from flytekitplugins.daskpytorch.protocol.host import RankHost, know
 from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder
 from flytekitplugins.daskpytorch.rank import debugger, libraries, process_group, program
 from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
@@ -205,7 +205,7 @@ def _take_device(order: RankOrder) -> torch.device | None:
 def _host_of(job: Job) -> Iterator[RankHost | None]:
     if job.host is None:
         if job.execution is not None:  # unpickled at its first use, as that imports the host
-            provide(functools.cache(functools.partial(pickle.loads, job.execution)), is_last=True)
+            know(functools.cache(functools.partial(pickle.loads, job.execution)))
         yield None
         return
     host: RankHost = pickle.loads(job.host)  # noqa: S301 - from our own driver, by our agent's pipe

@@ -7,7 +7,6 @@ import functools
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +20,16 @@ from flytekitplugins.daskpytorch.protocol.host import RankHost, current_executio
 from flytekitplugins.daskpytorch.settings import is_debugging, is_local
 from flytekitplugins.daskpytorch.task import local_runs
 from flytekitplugins.daskpytorch.task.config import refuse_unknown
+from flytekitplugins.daskpytorch.task.process import ctrl_c
 
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.driver.received import ReceivedResults
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
     from flytekitplugins.daskpytorch.protocol.journal import Training
     from flytekitplugins.daskpytorch.protocol.observer import Observer
+    from flytekitplugins.daskpytorch.results import TaskResults
     from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
-    from flytekitplugins.daskpytorch.task.shown import ShownTask
+    from flytekitplugins.daskpytorch.task.run import Shown
 
 
 CLUSTER_SETTINGS = {
@@ -59,8 +60,6 @@ A deleted job runner leaves the DaskJob running: dask-kubernetes (2026.3) does n
 QUEUE, GROUP_SIZE = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-total-count"
 
 INFRASTRUCTURE_ERRORS = (WorkerLostError, GangStartError)
-
-ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 
 
 def pod_group(name: str, labels: Mapping[str, str], annotations: Mapping[str, str], num_workers: int) -> dict[str, str]:
@@ -106,7 +105,7 @@ class InRanks:
         def _environment_of_ranks(self) -> Mapping[str, str]:
             """Return the environment variables of Flyte and of the task that ranks get."""
 
-        def _published(self, shown: ShownTask) -> AbstractContextManager[object]:
+        def _published(self, shown: Shown) -> AbstractContextManager[object]:
             """Publish the training's page during the block and at the end."""
 
         def _page_file(self) -> str | None:
@@ -140,7 +139,7 @@ class InRanks:
 
     def _train_here(self, inputs: dict[str, Any]) -> Any:
         refuse_unknown(inputs)
-        with self._shown(inputs) as shown, self._received(shown) as received:
+        with self._shown(inputs) as (shown, results), self._received(shown, results) as received:
             from flytekitplugins.daskpytorch.task.debug import run_here
 
             gang = self.task_config.gang
@@ -148,7 +147,7 @@ class InRanks:
                 functools.partial(self._task_function, **inputs),
                 gang,
                 received,
-                lambda: self._as_output(shown.results.folder),
+                lambda: self._as_output(results.folder),
                 observers=shown.all_observers(),
                 training=self._training(inputs),
                 storage=storage_of(current_execution(), "gang", gang),
@@ -157,12 +156,12 @@ class InRanks:
     def _train(self, inputs: dict[str, Any], rank_host: Callable[[str], RankHost]) -> Any:
         refuse_unknown(inputs)
         self._get_ready()
-        with self._shown(inputs) as shown:
+        with self._shown(inputs) as (shown, results):
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
-            request = self._request(inputs, rank_host(shown.results.folder))
+            request = self._request(inputs, rank_host(results.folder))
             shown.show_storage(request.storage)
-            with self._received(shown) as received, self._launcher() as launcher:
+            with self._received(shown, results) as received, self._launcher() as launcher:
                 supervisor = Supervisor(replace(request, observers=shown.all_observers()), launcher, received)
                 with ctrl_c.get(CtrlC()).ends(supervisor.cancel):
                     outputs = supervisor.run()
@@ -170,23 +169,24 @@ class InRanks:
             return self._deliver(inputs, output)
 
     @contextlib.contextmanager
-    def _shown(self, inputs: dict[str, Any]) -> Iterator[ShownTask]:
+    def _shown(self, inputs: dict[str, Any]) -> Iterator[tuple[Shown, TaskResults]]:
         # Imported here: defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import terminal
         from flytekitplugins.daskpytorch.display.run_state import RunState
         from flytekitplugins.daskpytorch.results import TaskResults
-        from flytekitplugins.daskpytorch.task.shown import ShownTask
+        from flytekitplugins.daskpytorch.task.run import Shown
 
-        shown = ShownTask(
+        results = TaskResults(self.task_config.gang.grace_period, current_execution())
+        shown = Shown(
             display=terminal.progress(self.name, is_plain=self._is_debugging),
             state=RunState(name=self.name, inputs=self._arguments(inputs)),
             observers=self._observers(),
             run=local_runs.local_run.get(),
-            results=TaskResults(self.task_config.gang.grace_period, current_execution()),
+            results=results,
         )
         how, pressed = "failed", ctrl_c.get(CtrlC())
         try:
-            yield shown
+            yield shown, results
             how = "done"
         except BaseException as error:
             how = "interrupted" if pressed.was_pressed or isinstance(error, KeyboardInterrupt) else "failed"
@@ -196,13 +196,13 @@ class InRanks:
             shown.conclude(how, {"Deck": file} if file is not None else {})
 
     @contextlib.contextmanager
-    def _received(self, shown: ShownTask) -> Iterator[ReceivedResults]:
+    def _received(self, shown: Shown, results: TaskResults) -> Iterator[ReceivedResults]:
         with contextlib.ExitStack() as stack:
             if self.enable_deck:
                 stack.enter_context(self._published(shown))
                 if (file := self._page_file()) is not None:
-                    shown.display.say(f"its Deck, to be opened and reloaded: {file}")
-            yield stack.enter_context(shown.results.received())
+                    shown.say(f"its Deck, to be opened and reloaded: {file}")
+            yield stack.enter_context(results.received())
 
     def _request(self, inputs: dict[str, Any], host: RankHost) -> Request:
         from flytekitplugins.daskpytorch.protocol.function import pack_call

@@ -9,10 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from itertools import dropwhile
 from pathlib import Path
 
 from flytekitplugins.daskpytorch.errors import PreemptedError
+from flytekitplugins.daskpytorch.process.ending import CtrlC
 from flytekitplugins.daskpytorch.process.system import runs_gangs
 from flytekitplugins.daskpytorch.protocol.host import preempt_all
 from flytekitplugins.daskpytorch.settings import is_debugging
@@ -85,4 +87,5 @@ def _end_task(*_: object) -> None:
         raise PreemptedError(IDLE_SIGTERM, cause=SIGTERM)
 
 
+ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
 _silence: _Silence | None = None

@@ -1,18 +1,20 @@
-"""A gang whose caller holds futures, as of `dispatch.run`: named, kept, shown, and started. Runs in the driver.
+"""A gang of `dispatch.run`, whose caller holds futures: named, kept, shown, started. Runs in the driver.
 
 Run(function, args, kwargs, settings)          its key, and the folders of its checkpoints
     .start(request, launcher, num_ranks)       ─▶ RunFutures    with any launcher: Dask's workers, or this node
     .call_here(function)                       ─▶ RunFutures    in debug mode
+Shown                                          display, page and file places, also of a task's gang
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +36,14 @@ from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.journal import End
 from flytekitplugins.daskpytorch.settings import Gang
 from flytekitplugins.daskpytorch.task import local_runs
-from flytekitplugins.daskpytorch.task.shown import Shown
 
 if TYPE_CHECKING:
-    from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
+    from flytekitplugins.daskpytorch.display.terminal import Display, MachineLog
+    from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, StoragePaths
     from flytekitplugins.daskpytorch.protocol.observer import Observer
     from flytekitplugins.daskpytorch.records import SavedCheckpoint
+    from flytekitplugins.daskpytorch.results import TaskResults
+    from flytekitplugins.daskpytorch.task.local_runs import LocalRun
 
 GANG = "gang"
 
@@ -68,6 +72,55 @@ def _module(function: Callable[..., Any]) -> str:
     return Path(file).stem if file and not is_interactive() else "interactive"
 
 
+@dataclass(kw_only=True, eq=False)
+class Shown:
+    state: RunState
+    display: Display | MachineLog | None = None
+    """None: only the ranks' output is shown."""
+    observers: Sequence[Observer] = ()
+    run: LocalRun | None
+    journal_folder: Path | None = None
+    """None with a local run, whose folder has the journal."""
+    results: TaskResults | None = None
+    _storage: dict[str, str] = field(default_factory=dict)
+
+    def all_observers(self) -> list[Observer]:
+        journal = journal_in(self.run.folder if self.run is not None else self.journal_folder)
+        return watched(self.state, [self.display or terminal.echo(), *journal, *self.observers])
+
+    def say(self, text: str) -> None:
+        if self.display is not None:
+            self.display.say(text)
+
+    def show_storage(self, storage: StoragePaths | None) -> None:
+        """Log the address of the gang's checkpoints, which an aborted execution shows nowhere else."""
+        if self.run is None and storage is not None:
+            self._storage["checkpoints"] = storage.own
+            self.say(f"its checkpoints: {storage.own}")
+
+    def places(self) -> dict[str, str]:
+        left = {"results": self.results.folder} if self.results is not None and self.results.has_files else {}
+        if self.state.checkpoints:
+            left |= self._storage
+        if self.run is not None and self.run.newest_step() is not None:
+            left["checkpoints"] = str(self.run.folder)
+        shape = self.state.shape
+        if shape is not None and shape.log_folder is not None and Path(shape.log_folder).is_dir():
+            left["logs"] = shape.log_folder
+        for observer in self.observers:
+            with contextlib.suppress(Exception):  # any exception of a user's observer
+                left |= observer.places()
+        return left
+
+    def files(self) -> dict[str, str]:
+        return self.places() | (self.results.profiles() if self.results is not None else {})
+
+    def conclude(self, how: str, places: Mapping[str, str] | None = None) -> None:
+        if self.display is not None:
+            advice = self.run.advice() if self.run is not None and how != "done" else None
+            self.display.conclude(how, {**(places or {}), **self.places()}, advice)
+
+
 class RunFutures(Logged, GangFutures):
     """Futures of a running gang, one per rank, with rank 0's log and the gang's checkpoints.
 
@@ -76,7 +129,7 @@ class RunFutures(Logged, GangFutures):
 
     def __init__(self, run: Run, supervisor: Supervisor, num_ranks: int) -> None:
         self._about = run
-        self._run_state = run.state
+        self._run_state = run.shown.state
         super().__init__(supervisor, num_ranks, run.conclude)
 
     @property
@@ -109,19 +162,17 @@ class RunFutures(Logged, GangFutures):
             OSError: The file cannot be written.
         """
         file = Path(path)
-        file.write_text(deck.document(self._run_state, self._about.places()), encoding="utf-8", errors="replace")
+        file.write_text(deck.document(self._run_state, self._about.shown.places()), encoding="utf-8", errors="replace")
         return file
 
 
 class _SettledFutures(RunFutures):
     def __init__(self, run: Run, future: GangFuture) -> None:
-        self._about, self._run_state = run, run.state
+        self._about, self._run_state = run, run.shown.state
         self._num_ranks, self._futures = 1, [future]
 
 
 class Run:
-    shown: Shown | None = None
-
     def __init__(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang
     ) -> None:
@@ -136,21 +187,21 @@ class Run:
         self._note_failed = functools.partial(keys.note_unfinished, call, [self.key])
         self.training = training.of_call(function, self.key, execution, args, kwargs)
         self.keep = settings.keep
-        self.state = RunState(name=self.training.name, inputs=self.training.inputs)
         self._is_alone = execution.task is None
         keeps_locally = self._is_alone and settings.checkpoint_uri is None
         self._local = local_runs.begin(place_of(function, self.key, settings.key)) if keeps_locally else None
         paths = self._local.paths(GANG) if self._local is not None else None
         self.storage = storage_of(execution, self.key, settings, paths)
+        state = RunState(name=self.training.name, inputs=self.training.inputs)
+        self.shown = Shown(state=state, run=self._local)
 
     def start(self, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
         return RunFutures(self, self.supervised(request, launcher), num_ranks)
 
     def supervised(self, request: Request, launcher: AgentLauncher) -> Supervisor:
-        self._show(request.observers, is_plain=is_interactive())
-        self.state.stays = request.calls is not None
+        self.shown.state.stays = request.calls is not None
         try:
-            observers = self._observers(request.observers)
+            observers = self._shown_to(request.observers, is_plain=is_interactive())
             own = replace(request, key=self.key, training=self.training, storage=self.storage, observers=observers)
             return Supervisor(own, launcher)
         except BaseException as error:
@@ -160,16 +211,14 @@ class Run:
     def call_here(self, function: Callable[[], Any]) -> RunFutures:
         from flytekitplugins.daskpytorch.task.debug import run_here
 
-        observers = [make() for make in self._settings.observers]
-        self._show(observers, is_plain=True)
-
+        observers = self._shown_to([make() for make in self._settings.observers], is_plain=True)
         future, ended = GangFuture(ReceivedResults()), None
         try:
             returned = run_here(
                 function,
                 self._settings,
                 future.received,
-                observers=self._observers(observers),
+                observers=observers,
                 training=self.training,
                 storage=self.storage,
             )
@@ -181,25 +230,17 @@ class Run:
             self.conclude(ended or sys.exception())
         return _SettledFutures(self, future)
 
-    def _observers(self, asked: Sequence[Observer]) -> Sequence[Observer]:
-        if self.shown is not None:
-            return self.shown.all_observers()
-        return watched(self.state, [terminal.echo(), *journal_in(None), *asked])
-
-    def places(self) -> dict[str, str]:
-        return self.shown.places() if self.shown is not None else {}
-
     def conclude(self, error: BaseException | None) -> None:
         if error is not None:
             self._note_failed()
         with optional("showing how the run has ended"):
-            if self.shown is not None:
-                self.shown.conclude(End.of(error).word)
+            self.shown.conclude(End.of(error).word)
         if self._local is not None:
             self._local.close()
 
-    def _show(self, observers: Sequence[Observer], *, is_plain: bool) -> None:
-        if self._is_alone:
+    def _shown_to(self, observers: Sequence[Observer], *, is_plain: bool) -> list[Observer]:
+        if self._is_alone:  # a task shows its own gang
             unsaid = (PreemptedError,) if self._local is not None else ()  # the outcome says the same
-            display = terminal.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)
-            self.shown = Shown(display=display, state=self.state, observers=[*observers], run=self._local)
+            self.shown.display = terminal.progress(self.training.name, self.key, is_plain=is_plain, unsaid=unsaid)
+        self.shown.observers = observers
+        return self.shown.all_observers()
