@@ -49,9 +49,9 @@ def in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         FlyteContextManager.pop_context()
 
 
-def shown(state: RunState, files: Callable[[], dict[str, str]]) -> Any:
+def shown(state: RunState, places: Callable[[], dict[str, str]]) -> Any:
     """Stand-in for the objects of a task that its Deck reads: state, addresses and the journal's folder."""
-    return SimpleNamespace(state=state, files=files, journal_folder=None)
+    return SimpleNamespace(state=state, places=places, journal_folder=None)
 
 
 def decks() -> list[Deck]:
@@ -93,8 +93,7 @@ def test_a_backend_finds_it_where_flytekit_puts_the_last_one(in_task: Entered, t
         To(recorder).placed(shape(1))
         To(recorder).formed(1.0)
         until(lambda: ">training</span>" in published.read_text(), "the training")
-        until(uploaded.exists, "the journal")
-        assert "train-f3a" in uploaded.read_text()
+        until(lambda: uploaded.exists() and "train-f3a" in uploaded.read_text(), "the journal")
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,9 @@ from flytekit.interactive import vscode
 from flytekit.models.literals import LiteralMap
 from flytekit.models.task import TaskTemplate
 from flytekit.tools.translator import get_serializable
-from flytekitplugins.dask import Dask
-from kubernetes.client import V1Container, V1EnvVar, V1PodSpec, V1Toleration
+from kubernetes.client import V1PodSpec
 
-from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, Scheduler, SpawnDDP, Wandb, WorkerGroup
+from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, SpawnDDP, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.flyte.context import FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
@@ -36,23 +35,12 @@ from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
 
-SCHEDULER = Scheduler(image="scheduler:v2", requests=Resources(cpu="1"), limits=Resources(cpu="2", mem="4Gi"))
 WORKERS = WorkerGroup(
     number_of_workers=3,
     image="worker:v3",
     requests=Resources(cpu="4", mem="8Gi"),
     limits=Resources(cpu="8", mem="16Gi", gpu="2"),
 )
-DAEMON, FAILURES = "DASK_DISTRIBUTED__WORKER__DAEMON", "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES"
-OTHERS = {
-    "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
-    "DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload",
-    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
-}
-QUIET = {
-    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
-    "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "500ms",
-}
 CONFIGS = [DaskDDP, DaskCluster]
 HAS_ANNOTATIONS = "annotations" in TaskMetadata.__dataclass_fields__
 """True from flytekit 1.16.2 on."""
@@ -77,29 +65,6 @@ def serialised(made: Any) -> TaskTemplate:
         image_config=ImageConfig(default_image=image, images=[image]),
     )
     return get_serializable(OrderedDict(), settings, made).template
-
-
-def plain_dask(**options: Any) -> TaskTemplate:
-    return serialised(make(Dask(scheduler=SCHEDULER, workers=WORKERS), **options))
-
-
-def ours(config: type, **options: Any) -> TaskTemplate:
-    return serialised(make(config(scheduler=SCHEDULER, workers=WORKERS), **options))
-
-
-# ---- Which task a config stands for ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", [DaskDDP, SpawnDDP, DaskCluster])
-def test_a_users_subclass_of_a_config_stands_for_the_same_task(config: type) -> None:
-    own = type("Own", (config,), {})
-    assert type(make(own())) is type(make(type("Nested", (own,), {})())) is type(make(config()))
-
-
-@pytest.mark.parametrize("config", [DaskDDP, SpawnDDP, DaskCluster])
-def test_a_config_without_brackets_is_refused_where_the_task_is_defined(config: type) -> None:
-    with pytest.raises(TypeError, match=rf"{config.__name__} is a class.*: {config.__name__}\(\)$"):
-        make(config)
 
 
 # ---- What the backend gets ------------------------------------------------------------------------------------------
@@ -129,90 +94,13 @@ def test_an_accelerator_that_the_workers_get_is_accepted(
     make(DaskDDP(workers=WORKERS), **options)
 
 
-@pytest.mark.skipif(not HAS_ANNOTATIONS, reason="this flytekit's tasks have no annotations")
-@pytest.mark.parametrize("config", CONFIGS)
-def test_pods_in_a_queue_of_kueue_are_admitted_together_and_a_wrong_number_is_refused(config: type) -> None:
-    queue, size = {"kueue.x-k8s.io/queue-name": "training"}, "kueue.x-k8s.io/pod-group-total-count"
-    workers = WorkerGroup(number_of_workers=3)
-
-    def of(in_template: dict[str, str], annotations: dict[str, str] | None = None, **options: Any) -> Any:
-        template = PodTemplate(pod_spec=V1PodSpec(containers=[]), labels=in_template, annotations=annotations)
-        return make(config(workers=workers), pod_template=template, **options).metadata.annotations
-
-    assert of(queue)[size] == of({}, labels=queue)[size] == "5"
-    assert size not in of({"team": "names"}) | of(queue, {size: "5"})  # the template's holds
-    with pytest.raises(ValueError, match=rf"{size}='6' must be '5', for 3 workers, the scheduler"):
-        of(queue, {size: "6"})
-
-
-def pod_template(env: list[V1EnvVar] | None = None) -> PodTemplate:
-    spec = V1PodSpec(
-        containers=[V1Container(name="primary", env=env), V1Container(name="sidecar", image="sidecar:v1")],
-        tolerations=[V1Toleration(key="nvidia.com/gpu", operator="Exists")],
-    )
-    return PodTemplate(pod_spec=spec, primary_container_name="primary", labels={"team": "names"})
-
-
-def primary_env(template: TaskTemplate) -> dict[str, str]:
-    [primary] = [c for c in template.k8s_pod.pod_spec["containers"] if c["name"] == "primary"]
-    return {item["name"]: item["value"] for item in primary.pop("env", [])}
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_pod_template_passes_through_with_our_settings_in_its_primary_container(config: type) -> None:
-    template, reference = ours(config, pod_template=pod_template()), plain_dask(pod_template=pod_template())
-    assert primary_env(template)[DAEMON] == "False"
-    primary_env(reference)
-    assert template.container is None
-    assert template.k8s_pod.pod_spec == reference.k8s_pod.pod_spec
-    assert template.k8s_pod.pod_spec["tolerations"]
-    assert template.k8s_pod.metadata.labels == {"team": "names"}
-    assert template.config["primary_container_name"] == "primary"
-
-
-# ---- Dask's settings ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "settings"),
-    [(DaskDDP, {DAEMON: "False", FAILURES: "0"} | QUIET | OTHERS), (DaskCluster, {DAEMON: "False"} | OTHERS)],
-)
-def test_the_environment_has_our_dask_settings_but_the_users_win(config: type, settings: dict[str, str]) -> None:
-    assert ours(config).container.env == settings
-    own = {DAEMON: "True", "MINE": "1"}
-    assert serialised(make(config(), environment=own)).container.env == settings | own
-
-
 # ---- Weights & Biases -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [DaskDDP, SpawnDDP])
-def test_config_has_what_the_consoles_link_is_made_from(kind: Any) -> None:
-    template = serialised(make(kind(wandb=Wandb(project="names", entity="team", host="https://wandb.example"))))
-    assert template.config["project"] == "names"
-    assert template.config["entity"] == "team"
-    assert template.config["host"] == "https://wandb.example"
-    assert template.config["link_type"] == "wandb-daskpytorch"
 
 
 @pytest.mark.parametrize("of_run", [{}, {"entity": "team", "id": "own"}, {"entity": "team", "mode": "offline"}])
 def test_a_run_that_the_consoles_link_could_not_name_has_none(of_run: Any) -> None:
     template = serialised(make(DaskDDP(wandb=Wandb(project="names", **of_run))))
     assert template.config == {"link_type": "none"}  # by any type, Flyte tells the pod FLYTE_EXECUTION_URL
-
-
-def test_wandbs_secret_is_requested_once() -> None:
-    secret, other = Secret(group="wandb", key="api_key"), Secret(group="aws", key="id")
-    config, mine = DaskDDP(wandb=Wandb(project="names", secret=secret)), [other]
-    for given, expected in (
-        (None, [("wandb", "api_key")]),
-        ([secret], [("wandb", "api_key")]),
-        ([Secret(group="wandb", key="api_key")], [("wandb", "api_key")]),
-        (mine, [("aws", "id"), ("wandb", "api_key")]),
-    ):
-        requested = serialised(make(config, secret_requests=given)).security_context.secrets
-        assert [(item.group, item.key) for item in requested] == expected
-    assert mine == [other]  # the user's list is left as it was
 
 
 # ---- What a task may be ---------------------------------------------------------------------------------------------
@@ -316,14 +204,6 @@ def test_a_lost_worker_of_a_mapped_gang_is_retried_on_a_backend_alone(monkeypatc
         pytest.raises(FlyteRecoverableException, match="gone"),
     ):
         made.execute()
-
-
-def test_a_generator_function_is_no_training() -> None:
-    with pytest.raises(TypeError, match="train_slowly is a generator function"):
-
-        @task(task_config=DaskDDP())
-        def train_slowly(hp: int) -> Iterator[int]:
-            yield hp
 
 
 # ---- The end of a local run ------------------------------------------------------------------------------------------

@@ -47,17 +47,13 @@ def test_outside_a_gang_this_is_rank_0_of_1() -> None:
 @pytest.mark.parametrize(
     ("given", "plain"),
     [
-        (3, 3),
-        (0.25, 0.25),
-        ("late", "late"),
         (True, True),
-        (torch.tensor(1.5), 1.5),
+        ("late", "late"),
+        (10**400, math.inf),
+        (-(10**400), -math.inf),
         (torch.tensor(7), 7),
-        (torch.tensor([2.5]), 2.5),
         (torch.tensor([[4.0]], requires_grad=True), 4.0),
         (np.float32(0.5), 0.5),
-        (np.int64(9), 9),
-        (np.array(1.25), 1.25),
         (np.array([8]), 8),
     ],
 )
@@ -85,17 +81,6 @@ def test_steps_count_all_earlier_calls_unless_given(rank_2_of_4: RankContext, re
     assert [record.step for record in records] == [0, 1, 100, 3]
 
 
-@pytest.mark.parametrize("number", [10**400, -(10**400), pytest.param(10**5_000, id="large")])
-def test_numbers_that_no_float_holds_are_infinite(
-    rank_2_of_4: RankContext, records: list[LogRecord], number: int
-) -> None:
-    infinite = math.copysign(math.inf, 1 if number > 0 else -1)
-    assert LogRecord(rank=0, step=0, num_steps=None, time=0.0, metrics={"x": number}).numbers == {"x": infinite}
-    rank_2_of_4.log({"x": number, "y": 2**1023})
-    assert records[0].metrics == {"x": infinite, "y": 2**1023}
-    assert records[0].numbers == {"x": infinite, "y": float(2**1023)}
-
-
 @pytest.mark.parametrize(
     ("given", "epoch"),
     [(3, 3), (2.7, 2), (True, 1), (-1, -1), (math.nan, None), (math.inf, None), (10**400, None), ("3", None)],
@@ -105,7 +90,7 @@ def test_the_epoch_is_what_can_be_counted(given: object, epoch: int | None) -> N
     assert LogRecord(rank=0, step=0, num_steps=None, time=0.0, metrics={}).epoch is None
 
 
-@pytest.mark.parametrize("number", [7, -3, True, 7.0, torch.tensor(7), torch.tensor([7]), np.int64(7), np.array(7)])
+@pytest.mark.parametrize("number", [-3, True, 7.0, torch.tensor([7]), np.int64(7)])
 def test_steps_are_whole_numbers(rank_2_of_4: RankContext, records: list[LogRecord], number: Any) -> None:
     rank_2_of_4.log({}, step=number, num_steps=number)
     assert (records[0].step, records[0].num_steps) == (int(number), int(number))
@@ -115,12 +100,8 @@ def test_steps_are_whole_numbers(rank_2_of_4: RankContext, records: list[LogReco
 @pytest.mark.parametrize(
     ("number", "shown"),
     [
-        ("ten", "'ten'"),
         (math.nan, "nan"),
-        (math.inf, "inf"),
-        ([1], "[1]"),
         (torch.tensor([1, 2]), "tensor([1, 2])"),
-        (2**63, "of 64 bits"),
         pytest.param(10**5_000, "of 16610 bits", id="large"),
         pytest.param("x" * 100_000, "'xxx", id="long"),
     ],

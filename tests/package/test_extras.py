@@ -135,13 +135,3 @@ def test_whatever_is_imported_is_declared() -> None:
     modules -= {"IPython", "pytest", "pytorch_lightning"}  # there where a notebook, a test, or a program has them
     distributions = packages_distributions()
     assert {module for module in modules if declared.isdisjoint(map(canonicalize_name, distributions[module]))} == set()
-
-
-@pytest.mark.parametrize("module", ["node.agent", "node.fork_server", "protocol.messages"])
-def test_what_runs_beside_any_host_imports_none(module: str) -> None:
-    """Dask takes half as long to import as all else that an agent needs."""
-    script = (
-        f"import sys, flytekitplugins.daskpytorch.{module}; print({{'dask', 'flytekit', 'torch'}} & {{*sys.modules}})"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

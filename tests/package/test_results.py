@@ -4,7 +4,7 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -132,18 +132,6 @@ def test_the_first_error_is_raised_when_all_is_written(tmp_path: Path) -> None:
     assert files(tmp_path) == {"b": b"good"}
 
 
-def test_a_cancelled_future_counts_as_ended(tmp_path: Path) -> None:
-    from concurrent.futures import CancelledError
-
-    received = ReceivedResults()
-    submit(received, "a", b"good")
-    future = GangFuture(received)
-    assert future.cancel()
-    with pytest.raises(CancelledError):
-        DaskResultsHandler().process_results(tmp_path, [future])
-    assert files(tmp_path) == {"a": b"good"}
-
-
 def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
     """Let the writing of one file fail."""
 
@@ -168,29 +156,6 @@ def test_what_cannot_be_written_now_is_kept_for_another_call(tmp_path: Path, mon
     submit(received, "2", b"newer")
     handler.process_results(tmp_path, [ended(received)])
     assert files(tmp_path) == {"0": b"x", "1": b"x", "2": b"newer", "3": b"x", "4": b"x"}
-
-
-@pytest.fixture
-def not_root() -> Iterator[Path]:
-    """A folder of somebody whom the rights of folders concern."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # where anybody may write
-            yield Path(folder)
-    finally:
-        os.seteuid(user)
-
-
-def test_a_folder_that_may_not_be_written_holds_up_nothing_else(not_root: Path) -> None:
-    received, handler = ReceivedResults(), DaskResultsHandler()
-    (not_root / "closed").mkdir(mode=0o500)
-    for path in ("closed/a", "b", "closed/new/c", "d"):
-        submit(received, path, b"x", rank=3)
-    with pytest.raises(ResultPathError, match=r"rank 3 submitted for the path 'closed/a' .*: Permission denied"):
-        handler.process_results(not_root, [ended(received)])
-    assert files(not_root) == {"b": b"x", "d": b"x"}
 
 
 def test_a_file_on_another_disk_is_copied_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +192,8 @@ def prefix(tmp_path: Path) -> Path:
     ("path", "reason"),
     [
         ("/etc/passwd", "absolute"),
-        ("../outside/secret", r"'\.\.'"),
-        ("..", r"'\.\.'"),
+        ("../outside/secret", "leads to .*outside/secret"),
+        ("..", "leads to"),
         (".", "leads to"),
         ("folder/", "names a folder"),
         ("folder", "directory"),
@@ -260,7 +225,7 @@ def test_refused_paths_name_rank_path_and_prefix(
 
 
 @pytest.mark.parametrize(
-    "path", ["inside/x", "folder/x", "./y", "a//b", "ü/…", "..x/x..", " ", "new/circle", "d/" * 100 + "x"]
+    "path", ["inside/x", "folder/x", "./y", "a//b", "ü/…", "..x/x..", " ", "new/circle", "d/" * 100 + "x", "a/../b"]
 )
 def test_paths_that_stay_inside_are_written(prefix: Path, path: str) -> None:
     received = ReceivedResults()
@@ -320,10 +285,6 @@ def test_outside_a_gang_or_without_a_task_it_says_what_to_do() -> None:
 # ---- Of a task
 
 
-AWKWARD = {"a [1]*?.json": b"1", "ü/… x": b"2", "rank-0/#x%20y": b"3", "empty": b""}
-"""Paths that file systems and object stores must not take for patterns, and an empty file."""
-
-
 def outputs_at(prefix: str, tmp_path: Path, grace_period: float = 20.0) -> TaskResults:
     """The results of a task whose raw outputs go there."""
     access = FileAccessProvider(str(tmp_path / "sandbox"), prefix, DataConfig.auto())
@@ -355,29 +316,11 @@ def downloaded(results: TaskResults, tmp_path: Path) -> dict[str, bytes]:
     return files(folder)
 
 
-def submit_all(received: ReceivedResults, contents: Mapping[str, bytes]) -> None:
-    for rank, (path, data) in enumerate(contents.items()):
-        submit(received, path, data, rank=rank)
-
-
 def fail(results: TaskResults, error: Exception) -> None:
     """As a gang does that has submitted something."""
     with results.received() as received:
         submit(received, "a", b"last words")
         raise error
-
-
-def test_profiles_that_go_to_s3_can_be_named_once_they_are_there(remote: TaskResults) -> None:
-    with remote.received() as received:
-        submit(received, "profiles/rank-1.json.gz", b"trace")
-        assert remote.profiles() == {}
-    assert remote.profiles() == {"rank-1.json.gz": f"{remote.folder}/profiles/rank-1.json.gz"}
-
-
-def test_the_results_of_all_handlers_reach_s3(remote: TaskResults, tmp_path: Path) -> None:
-    with remote.received() as received:
-        submit_all(received, AWKWARD)
-    assert downloaded(remote, tmp_path) == AWKWARD
 
 
 @pytest.mark.parametrize("place", ["here", "remote"])

@@ -12,6 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from flytekitplugins.daskpytorch import Profile
 from flytekitplugins.daskpytorch.rank.usage import profiled
+from flytekitplugins.daskpytorch.results import DaskResultsHandler
 from gangs import Notes, on_this_machine
 
 
@@ -73,7 +74,7 @@ def test_function_that_returns_earlier_leaves_what_there_is(tmp_path: Path) -> N
 
 
 def test_what_fails_costs_a_line_and_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    taken = Taken(tmp_path / "missing", steps=(1, 2), folder=str(tmp_path))
+    taken = Taken(tmp_path / "missing", steps=(1, 2))
     with taken.watching:
         train(4)
     assert not taken.notes
@@ -82,9 +83,10 @@ def test_what_fails_costs_a_line_and_not_the_training(tmp_path: Path, caplog: py
 
 
 def test_gang_leaves_the_traces_of_the_ranks_that_were_named(tmp_path: Path) -> None:
-    profile = Profile(steps=(2, 3), ranks=(1, 7), folder=str(tmp_path / "traces"))
-    on_this_machine(train, 4, max_restarts=0, profile=profile, observers=[notes := Notes()]).result()
-    [trace] = (tmp_path / "traces").iterdir()
+    profile = Profile(steps=(2, 3), ranks=(1, 7))
+    futures = on_this_machine(train, 4, max_restarts=0, profile=profile, observers=[notes := Notes()])
+    DaskResultsHandler().process_results(tmp_path, futures)
+    [trace] = (tmp_path / "profiles").iterdir()
     assert trace.name == "rank-1-steps-2-3.pt.trace.json.gz"
     assert num_steps_in(trace.read_bytes()) == 2
-    assert any(f"rank 1 has recorded its steps 2 to 3: {trace}" in note for note in notes.texts)
+    assert any(f"rank 1 has recorded its steps 2 to 3: profiles/{trace.name}" in note for note in notes.texts)

@@ -1,5 +1,6 @@
 """The doctor on a real cluster: no problem, a worker with another torch, busy workers, silent workers."""
 
+import itertools
 import os
 import re
 import signal
@@ -67,8 +68,7 @@ def test_a_worker_with_another_torch_is_named(cluster: Cluster, tmp_path: Path) 
         with Client(cluster.address) as client:
             workers = client.scheduler_info(n_workers=-1)["workers"]
         [guilty] = [address for address, info in workers.items() if info["name"] == "late-2"]
-        found = {finding.what: finding for finding in doctor.examine_cluster(cluster.address, 60.0)}
+        _, versions, *_ = itertools.islice(doctor.examine_cluster(cluster.address, 60.0), 2)  # without a trial gang
     finally:
         end_worker()
-    assert found["versions on the cluster"].verdict == "problem"
-    assert found["versions on the cluster"].value == f"torch 0.0.1 on {guilty}"
+    assert (versions.verdict, versions.value) == ("problem", f"torch 0.0.1 on {guilty}")

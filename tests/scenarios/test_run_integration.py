@@ -120,19 +120,3 @@ def test_runs_with_a_number_of_workers_train_side_by_side(
     assert "[rank 0] I am first" in said
     assert "name_when-2: starting 1 rank (CPU, gloo)" in said
     assert "[name_when-2, rank 0] I am second" in said
-
-
-def test_a_lost_worker_is_replaced_by_one_that_no_other_gang_has(three: Cluster, tmp_path: Path) -> None:
-    one = Gang(workers=1)
-    with Client(three.address) as client:
-        first = dispatch.run(client, name_when, str(tmp_path), "first", "end", gang=one)
-        second = dispatch.run(client, name_when, str(tmp_path), "second", "end", gang=one)
-        places = [tmp_path / "first", tmp_path / "second"]
-        until(lambda: all(place.exists() and place.read_text() for place in places), "both gangs at once")
-        a, b = (place.read_text() for place in places)
-        [c] = {"0", "1", "2"} - {a, b}
-        three.kill_worker(int(a))
-        until(lambda: (tmp_path / "first").read_text() == c, "the restart")
-        (tmp_path / "end").touch()
-        assert (first.result(), second.result()) == ([c], [b])
-    three.make_whole()

@@ -42,22 +42,16 @@ def test_what_is_given_is_taken_and_the_rest_has_its_default() -> None:
             r"Settings has no 'epoch' \(did you mean 'epochs'\?\)\. It has: epochs, learning_rate, layers, ",
         ),
         ({"lr": 1, "zzz": 2}, "no 'lr'.* and no 'zzz'"),
-        ({"epochs": "many"}, "epochs='many' is not a"),
         ({"epochs": 1.9}, "epochs=1.9 is not a int"),
         ({"epochs": True}, "epochs=True is not a int"),
-        ({"epochs": "1"}, "epochs='1' is not a int"),
         ({"learning_rate": "0.1"}, "learning_rate='0.1' is not a float"),
-        ({"learning_rate": False}, "learning_rate=False is not a float"),
         ({"layers": [4, 2.5]}, r"layers=\[4, 2.5\] is not a list\[int\]"),
         ({"layers": {}}, r"layers=\{\} is not a list\[int\]"),
         ({"names": "adam"}, r"names='adam' is not a tuple\[str, \.\.\.\]"),
         ({"shuffle": 1}, "shuffle=1 is not a bool"),
         ({"optimizer": 5}, "optimizer=5 is not a str"),
-        ({"seed": "7"}, "seed='7' is not a "),
-        ({"epochs": "x" * 100_000}, r"epochs='x{199}\.\.\. \(100002 characters\) is not a int$"),
         ("x" * 100_000, r"='x{199}\.\.\. \(100002 characters\): must be a JSON object"),
         ({"epochs": 0}, "epochs=0: must be 1 or more"),
-        ([1], r"=\[1\]: must be a JSON object with the keys epochs, "),
     ],
 )
 def test_errors_name_the_key_and_the_value(given: Any, said: str) -> None:
@@ -93,7 +87,6 @@ class Plain:
     [
         (["--hp", '{"epohcs": 1}'], Plain()),
         (['--hp={"epohcs": 1, "learning_rate": 1}'], Plain(learning_rate=1.0)),
-        (["--limit", "3", "--hp", '{"epohcs": 1}', "--name", "x"], Plain()),
     ],
 )
 def test_misspelt_key_of_a_plain_dataclass_is_refused(

@@ -93,9 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort as abort:
-        if isinstance(abort.__cause__, EOFError):  # click takes each EOFError of a command for a Ctrl-D at its prompt
-            raise abort.__cause__ from None
+    except click.Abort:
         return EXIT_CODE
 
 

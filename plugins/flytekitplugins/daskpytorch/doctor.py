@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -23,8 +24,6 @@ from flytekitplugins.daskpytorch.process.system import check_system
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 
 if TYPE_CHECKING:
-    from distributed import Client
-
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
 
 CONNECT_TIMEOUT = 10.0
@@ -76,13 +75,13 @@ def doctor(*, scheduler: str | None, timeout: float) -> int:
 
 
 def examine(scheduler: str | None, timeout: float) -> Iterator[Finding]:
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "versions": _versions,
         "GPUs": gpus,
-        "ranks on this node": lambda: _gang_here(timeout),
+        "ranks on this node": partial(_gang_here, timeout),
     }
     if scheduler is not None:
-        checks["scheduler"] = lambda: examine_cluster(scheduler, timeout)
+        checks["scheduler"] = partial(examine_cluster, scheduler, timeout)
     for what, check in checks.items():
         try:
             yield from check()
@@ -116,13 +115,9 @@ def gpus() -> Iterator[Finding]:
 
 
 def _gang_here(timeout: float) -> Iterator[Finding]:
-    from flytekitplugins.daskpytorch.node import fork_client
     from flytekitplugins.daskpytorch.node.agent import OwnNode
 
-    try:
-        yield _try_gang("ranks on this node", OwnNode(), NUM_RANKS, timeout)
-    finally:
-        fork_client.shutdown()
+    yield _try_gang("ranks on this node", OwnNode(), NUM_RANKS, timeout)
 
 
 # ---- The cluster
@@ -136,23 +131,24 @@ def examine_cluster(address: str, timeout: float) -> Iterator[Finding]:
 
     limit = min(timeout, CONNECT_TIMEOUT)
     cluster.greet(address, limit)
+    mine = hardware.local_versions()
     with Client(address, timeout=limit) as client:  # warns if Dask's own versions differ
-        agents = DaskAgents(client)
-        yield Finding("scheduler", f"{address}, workers: {len(agents.workers)}")
-        if not agents.workers:
+        packages = [*mine.keys() - {"python"}]
+        found = client.sync(client.get_versions, packages=packages, callback_timeout=limit)  # needs only Dask there
+        workers = found["workers"]
+        yield Finding("scheduler", f"{address}, workers: {len(workers)}")
+        if not workers:
             yield Finding("workers", "none", "problem", HOW_TO_GET_WORKERS)
             return
-        yield _versions_on(client, limit)
-        num_workers = min(NUM_RANKS, len(agents.workers))
+        yield _compared(mine, workers)
+        num_workers = min(NUM_RANKS, len(workers))
         launcher = DaskAgents(client, num_workers)
         yield _try_gang("ranks on the cluster", launcher, NUM_RANKS // num_workers, timeout)
 
 
-def _versions_on(client: Client, timeout: float) -> Finding:
-    mine, differing = hardware.local_versions(), []
-    packages = [*mine.keys() - {"python"}]
-    found = client.sync(client.get_versions, packages=packages, callback_timeout=timeout)  # needs only Dask there
-    for who, each in found["workers"].items():
+def _compared(mine: dict[str, str], workers: dict[str, Any]) -> Finding:
+    differing = []
+    for who, each in workers.items():
         theirs = each["packages"] | {"python": ".".join(each["packages"]["python"].split(".")[:2])}
         differing += [f"{name} {theirs[name]} on {who}" for name, here in mine.items() if theirs[name] != here]
     if not differing:

@@ -38,8 +38,6 @@ POLL_INTERVAL = 0.05
 """Seconds between two checks for submitted files."""
 OF_PATH = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 """Errors (`errno`) that concern one path. After others, of the whole disk, a write can be repeated."""
-PROFILES = "profiles"
-"""Subfolder for traces by `Gang(profile=...)`."""
 FAILED_LIMIT = 60.0
 
 
@@ -146,7 +144,12 @@ class DaskResultsHandler:
             TypeError: A future does not belong to a gang.
         """
         futures = list(futures)
-        all_received = _all_received(futures)
+        for future in futures:
+            if not isinstance(future, GangFuture):
+                raise TypeError(
+                    f"process_results takes what dispatch.run returned, or a list of such futures, not {future!r}"
+                )
+        all_received = list(dict.fromkeys(future.received for future in futures))
         folder = ResultFolder(prefix)
         refusals: list[ResultPathError] = []
         pending = futures
@@ -178,17 +181,6 @@ def write_out(received: ReceivedResults, folder: ResultFolder) -> list[ResultPat
 
     received.write_files(write)
     return refusals
-
-
-def _all_received(futures: Iterable[Future[Any]]) -> list[ReceivedResults]:
-    found: dict[ReceivedResults, None] = {}
-    for future in futures:
-        if not isinstance(future, GangFuture):
-            raise TypeError(
-                f"process_results takes what dispatch.run returned, or a list of such futures, not {future!r}"
-            )
-        found[future.received] = None
-    return list(found)
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:
@@ -223,8 +215,7 @@ class ResultFolder:
     def take(self, rank: int, path: str, file: Path) -> None:
         """Move a file to a path. ResultPathError: the path is refused. OSError: the file cannot be written now."""
         try:
-            if (reason := _objection(path)) is None:
-                return _move(file, self._resolve(path))
+            return _move(file, self._resolve(path))
         except OSError as error:
             is_writable = os.access(self._root, os.W_OK | os.X_OK, effective_ids=True)
             if error.errno not in OF_PATH or not is_writable:
@@ -237,6 +228,8 @@ class ResultFolder:
         )
 
     def _resolve(self, path: str) -> Path:
+        if path.startswith("/") or path.endswith("/"):
+            raise ValueError("it is absolute, or names a folder")
         target = os.path.realpath(f"{self._root}/{path}")
         if not target.startswith(f"{self._root}/"):
             raise ValueError(f"it leads to {target}")
@@ -254,16 +247,6 @@ def _move(file: Path, target: Path) -> None:
             shutil.copy(file, unfinished)
 
 
-def _objection(path: str) -> str | None:
-    if path.startswith("/"):
-        return "it is absolute; paths are relative to the prefix"
-    if ".." in path.split("/"):
-        return "it has a '..'"
-    if path.endswith("/"):
-        return "it names a folder"
-    return None
-
-
 # ---- Of a task
 
 
@@ -277,7 +260,6 @@ class TaskResults:
         path = self.folder.removeprefix("file://")
         self._path = None if "://" in path else Path(path)
         self.has_files = False
-        self._profiles: list[str] = []
 
     @contextlib.contextmanager
     def received(self) -> Iterator[ReceivedResults]:
@@ -301,18 +283,12 @@ class TaskResults:
             if not self.has_files and received.folder_is_wanted:
                 self._make_empty_folder()
 
-    def profiles(self) -> dict[str, str]:
-        if self._path is not None:
-            self._profiles = _files_below(self._path / PROFILES)
-        return {name: f"{self.folder}/{PROFILES}/{name}" for name in self._profiles}
-
     def _deliver(self, received: ReceivedResults, folder: Path) -> None:
         if not received.is_empty:
             write_out(received, ResultFolder(folder, self.folder))
         if any(path.is_file() for path in folder.rglob("*")):
             if self._path is None:
                 self._execution.put_folder(folder, self.folder)
-                self._profiles = _files_below(folder / PROFILES)
             self.has_files = True
 
     def _make_empty_folder(self) -> None:
@@ -320,7 +296,3 @@ class TaskResults:
             self._execution.filesystem(self.folder).pipe_file(f"{self.folder}/", b"")
         else:
             self._path.mkdir(parents=True, exist_ok=True)
-
-
-def _files_below(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*") if path.is_file())

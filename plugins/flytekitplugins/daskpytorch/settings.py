@@ -84,7 +84,9 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Steps and ranks that `torch.profiler` records. Each rank writes a Chrome trace, which ui.perfetto.dev shows.
+    """Steps and ranks that `torch.profiler` records. Each rank submits a Chrome trace, which ui.perfetto.dev shows.
+
+    The traces are among the results, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`.
 
     Raises:
         ValueError: A field's value is invalid.
@@ -101,17 +103,11 @@ class Profile:
     """
     ranks: tuple[int, ...] = (0,)
     """Ranks to record, counted from 0."""
-    folder: str | None = None
-    """Folder or fsspec URL for the traces, which the recorded ranks reach.
-
-    None: the ranks submit the traces as results, with names like `profiles/rank-0-steps-100-110.pt.trace.json.gz`.
-    """
 
     def __post_init__(self) -> None:
         rules = {
             "steps": checks.must_be("the first and the last step, counted from 1", _is_range),
             "ranks": checks.tuple_of("ranks, counted from 0", lambda rank: checks.is_whole(rank, 0)),
-            "folder": checks.optional(checks.uri),
         }
         checks.Problems("Profile", self, rules).raise_any()
 
@@ -524,10 +520,9 @@ def _problem_of_variables(variables: object) -> str | None:
     if not isinstance(variables, Mapping):
         return "a mapping of names to texts"
     for name, value in variables.items():
-        if not isinstance(name, str) or re.fullmatch(r"[^=\0]+", name) is None:
-            return f"a mapping of names to texts, without {checks.shown(name)}, which is no name of a variable"
-        if not isinstance(value, str) or "\0" in value:
-            return f"a mapping of names to texts, also for {name}, and without zero bytes"
+        are_texts = isinstance(name, str) and isinstance(value, str)
+        if not are_texts or not name or "=" in name or "\0" in name + value:
+            return f"a mapping of names to texts, also for {checks.shown(name)}"
         if SET_BY_GANGS.fullmatch(name):
             return f"a mapping without {name}, which the gang itself sets in each rank"
     return None

@@ -147,23 +147,11 @@ class _OnDask(DaskTask):  # type: ignore[misc]
 class _InRanks(in_ranks.InRanks, _Resumable):
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.task_config, self._task_function, self.enable_deck = self.plugin_config, self.func, bool(self.report)
         secret = self.plugin_config.wandb.secret if self.plugin_config.wandb else None
         if secret is not None:
             self.secrets: Any = _with_secret(self.secrets, secret)
         self._check_evaluation(self.interface.inputs)
-
-    @property
-    def task_config(self) -> Any:
-        """Flyte 2's `plugin_config`."""
-        return self.plugin_config
-
-    @property
-    def _task_function(self) -> Callable[..., Any]:
-        return self.func  # type: ignore[no-any-return]
-
-    @property
-    def enable_deck(self) -> bool:
-        return bool(self.report)
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
         fork_client.import_ahead(IMPORTED_AHEAD)
@@ -184,7 +172,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     def _published(self, shown: Shown) -> AbstractContextManager[None]:
         show, at_once = flyte.report.get_tab(deck.TITLE).replace, self._page_file() is not None
-        return deck.kept_up_to_date(shown.state, shown.files, show, flyte.report.flush, at_once=at_once)
+        return deck.kept_up_to_date(shown.state, shown.places, show, flyte.report.flush, at_once=at_once)
 
     def _page_file(self) -> str | None:
         return report_path(flyte.ctx().output_path) if flyte.ctx().mode == "local" else None

@@ -40,7 +40,7 @@ def published(shown: Shown) -> AbstractContextManager[None]:
     if not file.is_local:
         shown.journal_folder = file.path.parent
     # A local file is there before the training, too.
-    return kept_up_to_date(shown.state, shown.files, show, file.write, at_once=file.is_local)
+    return kept_up_to_date(shown.state, shown.places, show, file.write, at_once=file.is_local)
 
 
 def write_local(ctx: FlyteContext) -> None:

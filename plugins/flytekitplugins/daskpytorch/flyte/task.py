@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -154,8 +154,14 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         ctx = FlyteContextManager.current_context()
         is_mapped = context.is_on_backend(ctx) and _is_of_map_task(inspect.currentframe())
         literals = TypeEngine.dict_to_literal_map(ctx, kwargs, self.python_interface.inputs)
-        with heeding_sigterm(), _retried_by_the_mapped():
-            made = self._train(kwargs, self._rank_host(literals))
+        try:
+            with heeding_sigterm():
+                made = self._train(kwargs, self._rank_host(literals))
+        except INFRASTRUCTURE_ERRORS as error:
+            if not context.is_on_backend(ctx):
+                raise
+            # `map_task` turns all exceptions into user errors, so that retries count towards the task's `retries`
+            raise FlyteRecoverableException(str(error)) from error
         if is_mapped:
             return made
         by_name = TypeEngine.literal_map_to_kwargs(ctx, made, self.python_interface.outputs)
@@ -268,20 +274,6 @@ def _is_of_map_task(frame: FrameType | None) -> bool:
 def _mounts_shared_memory(template: PodTemplate | None) -> bool:
     containers = template.pod_spec.containers if template is not None and template.pod_spec is not None else []
     return any(mount.mount_path == "/dev/shm" for c in containers for mount in c.volume_mounts or [])  # noqa: S108
-
-
-@contextlib.contextmanager
-def _retried_by_the_mapped() -> Iterator[None]:
-    """During the block, let Flyte retry infrastructure failures of a `map_task` on the backend.
-
-    `map_task` turns all exceptions into user errors, so that retries count towards the task's `retries`.
-    """
-    try:
-        yield
-    except INFRASTRUCTURE_ERRORS as error:
-        if not context.is_on_backend(FlyteContextManager.current_context()):
-            raise
-        raise FlyteRecoverableException(str(error)) from error
 
 
 # ---- Configs of tasks

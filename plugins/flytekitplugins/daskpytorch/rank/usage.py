@@ -20,7 +20,6 @@ import psutil
 
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.rank import own_gpu
 from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.records import RankUsage
@@ -230,8 +229,11 @@ def profiled(
     def keep(done: profile) -> None:
         name = f"rank-{rank}-steps-{first}-{done.step_num}.pt.trace.json.gz"  # TensorBoard's plugin needs this suffix
         done.export_chrome_trace(str(scratch / name))
-        where = _put(scratch / name, asked.folder, submit)
-        note(f"has recorded its steps {first} to {done.step_num}: {where} (open it at ui.perfetto.dev)")
+        submit(f"profiles/{name}", (scratch / name).read_bytes())
+        (scratch / name).unlink()
+        note(
+            f"has recorded its steps {first} to {done.step_num}: profiles/{name} among the results, for ui.perfetto.dev"
+        )
 
     first, last = asked.steps
     warmup = min(1, first - 1)  # a step for the profiler's own start
@@ -250,15 +252,3 @@ def profiled(
         yield
     with optional(what):
         recorder.stop()  # keeps the trace of a function that has returned before the last step
-
-
-def _put(path: Path, folder: str | None, submit: Callable[[str, bytes], None]) -> str:
-    data = path.read_bytes()
-    path.unlink()
-    if folder is None:
-        submit(f"profiles/{path.name}", data)
-        return f"profiles/{path.name} among the results"
-    files, where = current_execution().filesystem(folder), f"{folder.rstrip('/')}/{path.name}"
-    files.makedirs(folder, exist_ok=True)
-    files.pipe_file(where, data)
-    return where

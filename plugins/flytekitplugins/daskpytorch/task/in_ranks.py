@@ -81,23 +81,13 @@ class InRanks:
     They also inherit from `OnDaskWorkers` or `OnOwnNode`, and from a task class of Flyte's SDK.
     """
 
+    name: str
+    task_config: Any
+    enable_deck: bool
+    """True if the task has a Deck, or in Flyte 2 a report."""
+    _task_function: Callable[..., Any]
+
     if TYPE_CHECKING:  # what the host's task type and one of the two classes below add
-
-        @property
-        def name(self) -> str:
-            pass
-
-        @property
-        def task_config(self) -> Any:
-            pass
-
-        @property
-        def _task_function(self) -> Callable[..., Any]:
-            pass
-
-        @property
-        def enable_deck(self) -> bool:
-            """True if the task has a Deck, or in Flyte 2 a report."""
 
         def _as_output(self, folder: str) -> object:
             """Return a folder of the output storage as Flyte's type for folders, so that a task may return it."""

@@ -112,9 +112,6 @@ class Shown:
                 left |= observer.places()
         return left
 
-    def files(self) -> dict[str, str]:
-        return self.places() | (self.results.profiles() if self.results is not None else {})
-
     def conclude(self, how: str, places: Mapping[str, str] | None = None) -> None:
         if self.display is not None:
             advice = self.run.advice() if self.run is not None and how != "done" else None
