@@ -144,12 +144,13 @@ class DaskResultsHandler:
             TypeError: A future does not belong to a gang.
         """
         futures = list(futures)
+        all_received: dict[ReceivedResults, None] = {}
         for future in futures:
             if not isinstance(future, GangFuture):
                 raise TypeError(
                     f"process_results takes what dispatch.run returned, or a list of such futures, not {future!r}"
                 )
-        all_received = list(dict.fromkeys(future.received for future in futures))
+            all_received[future.received] = None
         folder = ResultFolder(prefix)
         refusals: list[ResultPathError] = []
         pending = futures
