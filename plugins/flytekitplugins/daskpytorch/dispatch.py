@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -116,13 +116,10 @@ def run(
     if is_debugging(settings):
         called = functools.partial(function_of(function), *args, **(kwargs | own))
         return Run(function, args, kwargs, settings).call_here(called)
-    with contextlib.ExitStack() as undo:
-        launcher, settings = _launcher(client, settings, undo)
+    with _launched(client, settings) as (launcher, settings):
         request = request_for(function, args, kwargs, settings, pass_local_rank=pass_local_rank)
         num_ranks = launcher.num_wanted * request.ranks_per_worker
-        futures = Run(function, args, kwargs, settings).start(request, launcher, num_ranks)
-        undo.pop_all()
-    return futures
+        return Run(function, args, kwargs, settings).start(request, launcher, num_ranks)
 
 
 def gang(
@@ -174,13 +171,10 @@ def gang(
     problems.raise_any()
     if nproc is not None:
         settings = replace(settings, ranks_per_worker=num_ranks_here(nproc, settings.backend))
-    with contextlib.ExitStack() as undo:
-        launcher, settings = _launcher(client, settings, undo)
+    with _launched(client, settings) as (launcher, settings):
         request = request_for_calls(settings)
         num_ranks = launcher.num_wanted * request.ranks_per_worker
-        staying = StayingGang(Run(_gang, (), {}, settings), request, launcher, num_ranks)
-        undo.pop_all()
-    return staying
+        return StayingGang(Run(_gang, (), {}, settings), request, launcher, num_ranks)
 
 
 @overload
@@ -313,20 +307,24 @@ def map(  # noqa: A001
     return train_all(sweep)
 
 
-def _launcher(client: Client | None, settings: Gang, undo: contextlib.ExitStack) -> tuple[AgentLauncher, Gang]:
+@contextlib.contextmanager
+def _launched(client: Client | None, settings: Gang) -> Iterator[tuple[AgentLauncher, Gang]]:
     if client is None:
         num_ranks = num_ranks_here(settings.ranks_per_worker, settings.backend)
-        return OwnNode(), replace(settings, ranks_per_worker=num_ranks)
+        yield OwnNode(), replace(settings, ranks_per_worker=num_ranks)
+        return
     kept = settings.evaluate.workers if settings.evaluate is not None else None
-    agents = DaskAgents(client, settings.workers, kept)
-    undo.callback(agents.close)  # else an error that the caller keeps would hold the workers
-    if len(agents.workers) < (least := settings.min_workers or max(1, (settings.workers or 0) - (kept or 0))):
-        more = f" and {kept} for Gang(evaluate=...)" if kept else ""
-        raise GangStartError(
-            f"the cluster at {agents.scheduler} has {len(agents.addresses)} workers, but needs {least}{more}. "
-            f"{HOW_TO_GET_WORKERS}"
-        )
-    return agents, replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
+    with contextlib.ExitStack() as undo:
+        agents = DaskAgents(client, settings.workers, kept)
+        undo.callback(agents.close)  # else an error that the caller keeps would hold the workers
+        if len(agents.workers) < (least := settings.min_workers or max(1, (settings.workers or 0) - (kept or 0))):
+            more = f" and {kept} for Gang(evaluate=...)" if kept else ""
+            raise GangStartError(
+                f"the cluster at {agents.scheduler} has {len(agents.addresses)} workers, but needs {least}{more}. "
+                f"{HOW_TO_GET_WORKERS}"
+            )
+        yield agents, replace(settings, ranks_per_worker=agents.ranks_per_worker(settings))
+        undo.pop_all()
 
 
 def _gang() -> None:

@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import host, pickling
 from flytekitplugins.daskpytorch.protocol.files import Files
-from flytekitplugins.daskpytorch.rank.link import check_count
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 BESIDE = ".daskpytorch"
@@ -209,7 +208,7 @@ class Flyte2Rank:
 
         Raises `TypeError` if the number of values differs from the task's outputs.
         """
-        check_count(self.task_name, returned, self.outputs_wanted)
+        host.check_count(self.task_name, returned, self.outputs_wanted)
         tabs = {name: tab.content for name, tab in self.ctx.report.tabs.items() if tab.content}
         return TaskOutput(value=returned, tabs=tabs)
 

@@ -10,8 +10,6 @@ import contextlib
 import inspect
 import os
 import re
-import signal
-import threading
 import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
@@ -35,10 +33,10 @@ from flytekitplugins.daskpytorch.display import deck
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.function import check_function
-from flytekitplugins.daskpytorch.protocol.host import known_to_threads, preempt_all
+from flytekitplugins.daskpytorch.protocol.host import known_to_threads
 from flytekitplugins.daskpytorch.task import config, in_ranks, local_runs
 from flytekitplugins.daskpytorch.task.config import refuse_unknown
-from flytekitplugins.daskpytorch.task.process import IDLE_SIGTERM, SIGTERM, exit_quickly
+from flytekitplugins.daskpytorch.task.process import IDLE_SIGTERM, SIGTERM, exit_quickly, heeding_sigterm
 from flyteplugins.daskpytorch import context
 from flyteplugins.daskpytorch.command_line import IMPORTED_AHEAD
 from flyteplugins.daskpytorch.context import Flyte2Rank, TaskOutput
@@ -236,23 +234,14 @@ def _system_error(error: GangError) -> RuntimeSystemError:
 
 async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
     """Await a task's work. Meanwhile, SIGTERM ends the gangs after a checkpoint, and the task with a system error."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
-        return await running
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(running)
-
-    def end() -> None:
-        if not preempt_all(SIGTERM):
-            task.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, end)
     try:
-        return await task
+        with heeding_sigterm(lambda: loop.call_soon_threadsafe(task.cancel)):
+            return await task
     except asyncio.CancelledError:
         if not task.cancelled():
             raise
         raise PreemptedError(IDLE_SIGTERM, cause=SIGTERM) from None
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def num_gpus(resources: Any) -> int:

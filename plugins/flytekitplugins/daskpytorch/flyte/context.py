@@ -30,7 +30,6 @@ from fsspec.core import split_protocol
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol import host, pickling
 from flytekitplugins.daskpytorch.protocol.files import Files
-from flytekitplugins.daskpytorch.rank.link import check_count
 from flytekitplugins.daskpytorch.task.config import Host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
@@ -189,7 +188,7 @@ class FlyteRank:
 
     def outputs(self, returned: Any) -> TaskOutput:
         inputs, outputs, tuple_name = pickling.loads(self.interface)  # trusted: sent by this gang's driver
-        check_count(self.task_name, returned, list(outputs))
+        host.check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
         task = _Returned(self.task_name, interface, returned, has_tab=self.shows_outputs)
         try:

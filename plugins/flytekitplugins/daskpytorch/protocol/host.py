@@ -188,6 +188,16 @@ def preempt_all(reason: str) -> bool:
     return bool(present)
 
 
+def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
+    if len(names) < 2 or (isinstance(returned, tuple) and len(returned) == len(names)):
+        return
+    what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+    raise TypeError(
+        f"task {task} declares {len(names)} outputs ({', '.join(names)}); rank 0 returned {what}. Return a tuple of "
+        f"{len(names)} values"
+    )
+
+
 # ---- Workers
 
 

@@ -264,16 +264,6 @@ def unwrapped(value: Any) -> Any:
     return bare(value, MAX_DEPTH)
 
 
-def check_count(task: str, returned: Any, names: Sequence[str]) -> None:
-    if len(names) < 2 or (isinstance(returned, tuple) and len(returned) == len(names)):
-        return
-    what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-    raise TypeError(
-        f"task {task} declares {len(names)} outputs ({', '.join(names)}); rank 0 returned {what}. Return a tuple of "
-        f"{len(names)} values"
-    )
-
-
 def dump_returned(value: Any, file: messages.PieceWriter) -> None:
     """CUDA tensors are pickled on the CPU, a `DistributedDataParallel` as its model."""
     try:

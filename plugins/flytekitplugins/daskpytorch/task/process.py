@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import dropwhile
 from pathlib import Path
@@ -69,22 +69,21 @@ class _Silence:
         self._redirect()
 
 
+def _raise_idle() -> None:
+    raise PreemptedError(IDLE_SIGTERM, cause=SIGTERM)
+
+
 @contextlib.contextmanager
-def heeding_sigterm() -> Iterator[None]:
-    """During the block, let SIGTERM end the process's gangs after a checkpoint, and the task with a system error."""
+def heeding_sigterm(end_task: Callable[[], object] = _raise_idle) -> Iterator[None]:
+    """During the block, let SIGTERM end the process's gangs after a checkpoint, or without a gang call `end_task`."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
-    previous = signal.signal(signal.SIGTERM, _end_task)
+    previous = signal.signal(signal.SIGTERM, lambda *_: preempt_all(SIGTERM) or end_task())
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _end_task(*_: object) -> None:
-    if not preempt_all(SIGTERM):
-        raise PreemptedError(IDLE_SIGTERM, cause=SIGTERM)
 
 
 ctrl_c: ContextVar[CtrlC] = ContextVar("daskpytorch.ctrl_c")
