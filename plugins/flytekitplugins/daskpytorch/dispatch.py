@@ -84,8 +84,8 @@ def run(
     Raises:
         GangStartError: The cluster has no workers, or fewer than `gang.min_workers` or else `gang.workers`, or its
             scheduler does not answer.
-        ValueError: An argument is invalid, or another gang of the task has the same key. `DASKPYTORCH_RESUME` names no
-            run's folder. Or `gang.ranks_per_worker` is `auto`, and workers have unequal numbers of GPUs.
+        ValueError: An argument is invalid, or another gang of the task has the same key. Or `gang.ranks_per_worker` is
+            `auto`, and workers have unequal numbers of GPUs.
         TypeError: The function or an argument cannot be pickled, or the function cannot be called with these arguments.
             Or calling the function would not train: a class, a coroutine or generator function, a `dask.delayed`
             object.

@@ -32,7 +32,7 @@ from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 
 RESUME_VARIABLE = "DASKPYTORCH_RESUME"
-"""Environment variable: the local run to go on from. `1` or `last`: the task's newest. Else the folder of a run."""
+"""Environment variable. `1`: the local run goes on from the task's newest one that has a checkpoint."""
 HOW_TO_GO_ON = f"{RESUME_VARIABLE}=1 and the same command"
 NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 MAX_NAME = 200
@@ -101,17 +101,18 @@ def begun(task: str) -> Iterator[None]:
 def begin(task: str) -> LocalRun | None:
     """Return a new local run, which the caller closes. None: the user keeps no checkpoints, or the disk refuses them.
 
-    Raises `ValueError` if `DASKPYTORCH_RESUME` names no run's folder, and `PermissionError` if another user owns or can
-    write to it.
+    Raises `PermissionError` if another user owns or can write to the run to go on from.
     """
     if os.environ.get(FOLDER_VARIABLE) == "":
         return None
-    asked = os.environ.get(RESUME_VARIABLE, "")
-    is_asked = asked not in ("", "0")
+    asked = os.environ.get(RESUME_VARIABLE, "0") or "0"
+    if asked not in ("0", "1"):
+        raise ValueError(f"{RESUME_VARIABLE}={asked}: must be 1, for the task's newest run that has a checkpoint, or 0")
+    is_asked = asked == "1"
     try:
         runs = local_runs_folder() / task
         make_private(runs)
-        previous = _asked_folder(runs, asked) if is_asked else None
+        previous = _newest(runs) if is_asked else None
     except (OSError, RuntimeError) as error:  # there may be no home
         if is_asked:
             raise
@@ -126,18 +127,12 @@ def begin(task: str) -> LocalRun | None:
     return LocalRun(runs, previous)
 
 
-def _asked_folder(runs_of_task: Path, asked: str) -> Path | None:
-    if asked in ("1", "last"):
-        manifest = _newest_manifest(*runs_of_task.iterdir())
-        folder = manifest.parent.parent if manifest is not None else None
-    else:
-        folder = Path(asked).expanduser().absolute()
-        if _newest_manifest(folder) is None:
-            raise ValueError(
-                f"{RESUME_VARIABLE}={asked}: must be 1 or last, for the task's newest run, or the folder of a run, "
-                f"which has a checkpoint. Those of this task are in {runs_of_task}."
-            )
-    for each in [folder, *filter(Path.is_dir, folder.iterdir())] if folder is not None else ():
+def _newest(runs_of_task: Path) -> Path | None:
+    manifest = _newest_manifest(*runs_of_task.iterdir())
+    if manifest is None:
+        return None
+    folder = manifest.parent.parent
+    for each in (folder, *filter(Path.is_dir, folder.iterdir())):
         refuse_foreign(each)  # a checkpoint is a pickle
     return folder
 

@@ -175,8 +175,8 @@ class Run:
     ) -> None:
         """Take a key for the gang, and choose its checkpoints' folders.
 
-        Raises `ValueError` if `DASKPYTORCH_RESUME` names no run's folder or another gang of the task has the key, and
-        `PermissionError` if another user owns or can write to the earlier run's folder.
+        Raises `ValueError` if another gang of the task has the key, and `PermissionError` if another user owns or can
+        write to the earlier run's folder.
         """
         execution, self._settings = current_execution(), settings
         call = call_of(function, args, kwargs, settings)
