@@ -210,16 +210,11 @@ class DaskClusterTask(_Resumable, _OnDask):
         fork_client.import_ahead(IMPORTED_AHEAD)
         asked: config.Cluster = self.plugin_config
         opened = cluster.opened(num_workers=asked.num_workers, start_timeout=asked.start_timeout)
-
-        def call() -> Any:
-            with opened:
-                return self.func(**inputs)
-
-        if not inspect.iscoroutinefunction(self.func):
-            return await run_sync_in_thread(call)
         await run_sync_in_thread(opened.__enter__)
         try:
-            return await self.func(**inputs)
+            if inspect.iscoroutinefunction(self.func):
+                return await self.func(**inputs)
+            return await run_sync_in_thread(self.func, **inputs)
         finally:
             await run_sync_in_thread(opened.__exit__, None, None, None)
 
