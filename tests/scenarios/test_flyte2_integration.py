@@ -23,7 +23,7 @@ from flyteidl2.task import common_pb2
 from pydantic import BaseModel
 
 import flyte2_flow
-from flyteplugins.daskpytorch import DaskDDP, SpawnDDP, current_rank, results
+from flyteplugins.daskpytorch import DaskCluster, DaskDDP, SpawnDDP, current_client, current_rank, results
 from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, end, until
 from seaweed import Weed
 from warm import warm_python
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("weed", "one_fork_server", "below")  # the 
 
 spawned = flyte.TaskEnvironment("spawned", plugin_config=SpawnDDP(nproc=2), env_vars={"OF_THE_TASK": "set"})
 on_dask = flyte.TaskEnvironment("on_dask", plugin_config=DaskDDP())
+clustered = flyte.TaskEnvironment("clustered", plugin_config=DaskCluster())
 
 
 @pytest.fixture
@@ -111,6 +112,21 @@ async def asynchronous(scale: float) -> float:
 
 def test_a_coroutine_function_on_dask(tmp_path: Path) -> None:
     assert run(asynchronous, tmp_path, scale=2.0) == 6.0
+
+
+@clustered.task
+def orchestrates(numbers: list[int]) -> list[int]:
+    return current_client().gather(current_client().map(abs, numbers))
+
+
+@clustered.task
+async def orchestrates_soon(numbers: list[int]) -> list[int]:
+    return current_client().gather(current_client().map(abs, numbers))
+
+
+@pytest.mark.parametrize("task", [orchestrates, orchestrates_soon])
+def test_a_function_and_a_coroutine_have_a_clusters_client(task: Any, tmp_path: Path) -> None:
+    assert run(task, tmp_path, numbers=[-1, -2]) == [1, 2]
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import inspect
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
@@ -210,13 +213,14 @@ class DaskClusterTask(_Resumable, _OnDask):
         fork_client.import_ahead(IMPORTED_AHEAD)
         asked: config.Cluster = self.plugin_config
         opened = cluster.opened(num_workers=asked.num_workers, start_timeout=asked.start_timeout)
-        await run_sync_in_thread(opened.__enter__)
+        kept = contextvars.copy_context()  # Dask closes a client only in the context that has opened it
+        await run_sync_in_thread(kept.run, opened.__enter__)
         try:
             if inspect.iscoroutinefunction(self.func):
                 return await self.func(**inputs)
-            return await run_sync_in_thread(self.func, **inputs)
+            return await run_sync_in_thread(kept.run, functools.partial(self.func, **inputs))
         finally:
-            await run_sync_in_thread(opened.__exit__, None, None, None)
+            await run_sync_in_thread(kept.run, opened.__exit__, None, None, None)
 
 
 def _system_error(error: GangError) -> RuntimeSystemError:
@@ -229,6 +233,8 @@ def _system_error(error: GangError) -> RuntimeSystemError:
 
 async def _heeding_sigterm(running: Coroutine[Any, Any, Any]) -> Any:
     """Await a task's work. Meanwhile, SIGTERM ends the gangs after a checkpoint, and the task with a system error."""
+    if threading.current_thread() is not threading.main_thread():  # a task's Ctrl-C would end the thread's event loop
+        return await running
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(running)
     try:
         with heeding_sigterm(lambda: loop.call_soon_threadsafe(task.cancel)):
