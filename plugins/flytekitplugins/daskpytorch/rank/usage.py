@@ -231,9 +231,8 @@ def profiled(
         done.export_chrome_trace(str(scratch / name))
         submit(f"profiles/{name}", (scratch / name).read_bytes())
         (scratch / name).unlink()
-        note(
-            f"has recorded its steps {first} to {done.step_num}: profiles/{name} among the results, for ui.perfetto.dev"
-        )
+        where = f"profiles/{name} among the results (open it at ui.perfetto.dev)"
+        note(f"has recorded its steps {first} to {done.step_num}: {where}")
 
     first, last = asked.steps
     warmup = min(1, first - 1)  # a step for the profiler's own start
