@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.records import Goodput
 from test_deck import shape
 from told import To, record, usage
 
-WIDTHS = (1200, 600)
+WIDTHS = (1200, 400)
 LONG = "a-long-name/without-any-place-to-break_it" * 5
 
 
@@ -44,13 +44,13 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int],
     failed = trained()
     To(failed).ended(GangError(f"rank 1 raised ValueError: {LONG}\n{LONG}", rank=1))
     points = [(0, 1.0), (1, 0.5), (2, 0.25)]
-    loose = report.line_chart("first", {"a": points}, "step") + report.line_chart("second", {"b": points[:1]}, "step")
+    curves = report.line_chart("first", {"a": points}, "step"), report.line_chart("second", {"b": points[:1]}, "step")
     pages = {
         "training": html(trained(), {"results": f"s3://{LONG}"}),
         "failed": html(failed),
         "empty": html(RunState(name="flows.train")) + report.line_chart("nothing", {"loss": []}, "step"),
-        "two": report.page(report.line_chart("one", {"a": points}, "epoch")) + report.page(loose),
-        "loose": loose,
+        "two": report.page(report.line_chart("one", {"a": points}, "epoch")) + report.page(*curves),
+        "mine": report.page(*curves),
     }
     return inspect(pages, tmp_path_factory.mktemp("browser"), WIDTHS)
 
@@ -62,8 +62,8 @@ def test_nothing_is_wider_than_the_window(inspected: dict[tuple[str, int], Inspe
 def test_every_chart_is_drawn(inspected: dict[tuple[str, int], Inspected]) -> None:
     drawn = {page: (found.num_drawn, found.num_charts) for page, found in inspected.items()}
     assert drawn["two", 1200] == (3, 3)
-    assert drawn["loose", 600] == (2, 2)
-    assert drawn["training", 1200] == drawn["failed", 600] == (6, 6)
+    assert drawn["mine", 400] == (2, 2)
+    assert drawn["training", 1200] == drawn["failed", 400] == (6, 6)
 
 
 def test_every_chart_has_a_title(inspected: dict[tuple[str, int], Inspected]) -> None:
@@ -79,7 +79,7 @@ def test_no_page_asks_anything_of_others_and_no_script_fails(inspected: dict[tup
 
 
 def test_arrow_keys_read_values_and_buttons_can_be_pressed(inspected: dict[tuple[str, int], Inspected]) -> None:
-    found = inspected["loose", 1200]
+    found = inspected["mine", 1200]
     assert found.legend == ["0.25", "1"]
     assert found.legend_after_arrow == ["1 at 0", "1"]
     assert found.pressed == ["true", "false", "true", "false"]  # the logarithmic scale is on, the line is off

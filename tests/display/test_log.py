@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -52,11 +51,6 @@ def begun(observer: Observer | None = None) -> Any:
     To(observer).begins(Training(name="flows.train", id="train-f3a-n0", inputs={"lr": 0.5}))
     To(observer).placed(SHAPE)
     return observer
-
-
-def test_what_json_has_no_words_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
-    To(begun()).logged(record(1, loss=math.nan, best=-math.inf, text="\ud800\n"))
-    assert said(capsys)[-1]["record"]["metrics"] == {"loss": "nan", "best": "-inf", "text": "\ud800\n"}
 
 
 STOPPED = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1.0)

@@ -135,31 +135,16 @@ def test_the_last_figures_of_a_gang_are_exported_for_a_while(read: Read, monkeyp
 
 
 def test_dashboard_and_guide_ask_for_figures_and_labels_that_there_are() -> None:
-    exported = {
-        name_in_prometheus(f"daskpytorch.{each.name}", each.unit, is_counter=each.is_counter): {
-            "training",
-            "model",
-            each.label,
-        }
-        for each in FIGURES
-    }
+    exported = {}
+    for each in FIGURES:
+        name = name_in_prometheus(f"daskpytorch.{each.name}", each.unit, is_counter=each.is_counter)
+        exported[name] = {"training", "model", each.label}
     dashboard = json.loads((REPOSITORY / "docs/assets/grafana.json").read_text())
-    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
-    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
-    queries = [each["query"]["query"] for each in variables.values() if each["type"] == "query"]
-    asked = set()
-    for query in [*queries, *(target["expr"] for target in targets)]:
-        assert set(re.findall(r"\$(\w+)", query)) <= set(variables), query
-        for name, matchers in re.findall(r"(daskpytorch_\w+)(?:{([^}]*)})?", query):
-            asked.add(name)
-            assert set(re.findall(r"(\w+)=~?", matchers)) <= exported[name], query
-    for query in queries:
-        [(name, label)] = re.findall(r"^label_values\((\w+).*, (\w+)\)$", query)
-        assert label in exported[name], query
-    for target in targets:
-        of = set.union(*(exported[name] for name in re.findall(r"daskpytorch_\w+", target["expr"])))
-        assert set(re.findall(r"(?:ignoring|without|by|on) ?\((\w+)\)", target["expr"])) <= of, target
-        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= of, target
-    assert len(asked) >= 14
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [each["query"]["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    asked = re.findall(r"(daskpytorch_\w+)(?:{([^}]*)})?", "\n".join(queries))
+    assert len(dict(asked)) >= 14
+    for name, matchers in asked:
+        assert set(re.findall(r"(\w+)=~?", matchers)) <= exported[name], name
     guide = (REPOSITORY / "docs/guides/trackers.md").read_text()
     assert set(re.findall(r"daskpytorch_\w+", guide)) <= set(exported)

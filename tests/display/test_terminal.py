@@ -39,15 +39,6 @@ def begun(console: Console, clock: Callable[[], float] = time.time) -> Display:
     return display
 
 
-def shown(*records: LogRecord) -> str:
-    display = begun(Console(file=(text := io.StringIO()), width=200, highlight=False))
-    for entry in records:
-        To(display).logged(entry)
-    To(display).wrote(1, ["[brackets] stay"])
-    To(display).ended(None)
-    return text.getvalue()
-
-
 @pytest.mark.parametrize(("is_terminal", "tab"), [(False, "\t"), (True, "      ")])
 def test_a_ranks_output_stays_as_it_is(*, is_terminal: bool, tab: str) -> None:
     text = io.StringIO()

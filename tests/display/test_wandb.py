@@ -82,7 +82,7 @@ def test_run_id_is_the_pods_name_or_execution_and_task(
     assert len(run_id("f3a", "x" * 500)) <= 128
 
 
-GANG = {"world_size": 1, "num_workers": 1, "backend": "gloo", "hosts": ["h"], "gpus": []}
+GANG = {"gang/world_size": 1, "gang/num_workers": 1, "gang/backend": "gloo", "gang/hosts": "h", "gang/gpus": ""}
 
 
 def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
@@ -101,7 +101,7 @@ def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
         "num_names": 21,
         "few": "[1, 2]",
         "team": "a",
-        "gang": GANG,
+        **GANG,
     }
 
 
@@ -242,7 +242,7 @@ def test_users_init_joins_the_run_which_is_there_when_the_function_begins(tmp_pa
     tracker.on_end(0)
     run = run_in(tmp_path)
     assert (run["runs"] > 0, run["id"], run["tags"]) == (True, "f3a-train", ["ours"])
-    assert run["config"] == {"epochs": 3, "lr": 0.5, "depth": 2, "gang": GANG}
+    assert run["config"] == {"epochs": 3, "lr": 0.5, "depth": 2, **GANG}
     own, ours = rows_of(tmp_path)
     assert own["own"] == 1.0
     assert ours == {"step": 1, "loss": 2.0}

@@ -83,7 +83,7 @@ def test_steps_count_all_earlier_calls_unless_given(rank_2_of_4: RankContext, re
 
 @pytest.mark.parametrize(
     ("given", "epoch"),
-    [(3, 3), (2.7, 2), (True, 1), (-1, -1), (math.nan, None), (math.inf, None), (10**400, None), ("3", None)],
+    [(3, 3), (2.7, 2), (True, 1), (-1, -1), (math.nan, None), (math.inf, None), ("3", None)],
 )
 def test_the_epoch_is_what_can_be_counted(given: object, epoch: int | None) -> None:
     assert LogRecord(rank=0, step=0, num_steps=None, time=0.0, metrics={"epoch": given}).epoch == epoch
@@ -102,7 +102,6 @@ def test_steps_are_whole_numbers(rank_2_of_4: RankContext, records: list[LogReco
     [
         (math.nan, "nan"),
         (torch.tensor([1, 2]), "tensor([1, 2])"),
-        pytest.param(10**5_000, "of 16610 bits", id="large"),
         pytest.param("x" * 100_000, "'xxx", id="long"),
     ],
 )
@@ -237,7 +236,7 @@ class Colour(str):
     [(1, 1), (0.5, 0.5), ("a", "a"), (True, True), (Money(2.5), 2.5), (Level.HIGH, 3), (Colour("red"), "red")],
 )
 def test_numbers_and_texts_of_the_users_classes_travel_as_plain_ones(given: float | str, plain: float | str) -> None:
-    record = LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={"given": given, "other": object()})
+    record = LogRecord.of(0, 1, None, {"given": given, "other": object()})
     [bare] = record.bare().metrics.values()
     assert bare == plain
     assert type(bare) is type(plain)

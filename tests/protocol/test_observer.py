@@ -4,14 +4,13 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers, RankObserver, RankObservers
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord
+from flytekitplugins.daskpytorch.records import LogRecord
 
 RECORD = LogRecord(rank=0, step=1, num_steps=None, time=0.0, metrics={})
 
@@ -69,22 +68,6 @@ def test_wish_to_end_the_gang_is_no_failure_and_keeps_nobody_from_hearing() -> N
         observers.tell(journal.Logged(record=RECORD))
         assert isinstance(observers.stopped_early, StoppedEarlyError)
     assert steady.steps == [1, 1]
-
-
-@dataclass(frozen=True)
-class Frozen(Observer):
-    """Observer whose fields cannot be set, and one of which has the name of the gang's account."""
-
-    goodput: str = "the user's own"
-
-
-def test_an_observer_is_told_of_the_gangs_account_and_its_fields_stay_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    frozen = Frozen()
-    observers = Observers([frozen])
-    observers.tell(journal.Accounted(goodput=Goodput()))
-    assert caplog.text == ""
-    assert observers
-    assert frozen.goodput == "the user's own"
 
 
 # ---- In rank 0

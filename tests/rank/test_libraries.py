@@ -99,14 +99,6 @@ def fabric_with(monkeypatch: pytest.MonkeyPatch, its: Any) -> Any:
     return Fabric
 
 
-def test_a_fabric_of_all_ranks_is_launched_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fabric = fabric_with(monkeypatch, strategy())
-    assert fabric().num_launches == 1
-    fabric.strategy = strategy(devices=3)
-    with pytest.raises(ValueError, match="does not fit the gang of 4 ranks"):
-        fabric()
-
-
 @pytest.mark.parametrize(("host_rank", "is_first"), [(0, True), (1, False)])
 def test_the_first_rank_of_a_machine_is_told_by_its_place_there(
     monkeypatch: pytest.MonkeyPatch, host_rank: int, *, is_first: bool

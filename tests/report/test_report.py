@@ -1,11 +1,8 @@
 """Pieces of report pages: no name or value breaks them, they stay small, and load nothing."""
 
 import math
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.report.chart import MAX_POINTS
@@ -14,8 +11,7 @@ from html_pages import ODD_NAMES, Parts, chart_data, rows_of
 
 
 def bare(piece: str) -> str:
-    """Without what all pieces share."""
-    assert shared() in piece
+    """Without what a page adds."""
     return piece.replace(shared(), "")
 
 
@@ -123,17 +119,6 @@ def test_a_wide_range_of_positive_values_has_a_logarithmic_scale(
 ) -> None:
     [data] = chart_data(report.line_chart("loss", {"loss": list(enumerate(values))}, "step", from_zero=from_zero))
     assert (data["log"], data["positive"]) == (is_log, may_be)
-
-
-@settings(max_examples=100)
-@given(
-    st.dictionaries(
-        st.text(max_size=5), st.lists(st.tuples(st.floats(-10, 10), st.floats()), max_size=50), min_size=1, max_size=4
-    )
-)
-def test_any_curves_can_be_drawn(curves: dict[str, list[tuple[float, float]]]) -> None:
-    best: Any = dict.fromkeys(curves, "max")
-    Parts(bare(report.line_chart("any", curves, "x", best=best)))
 
 
 # ---- Other pieces

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch.records import LogRecord
 
-ODD_NUMBERS = [math.nan, 10**400, -(10**400), 1e308, 5e-324, -5e-324, math.inf, -math.inf, -0.0, True, -1]
+ODD_NUMBERS = [math.nan, 1e308, 5e-324, -5e-324, math.inf, -math.inf, -0.0, True, -1]
 STEPS = st.integers(-(2**63) + 1, 2**63 - 1) | st.integers(-3, 10)
 
 

@@ -7,7 +7,7 @@ import math
 import reprlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -127,8 +127,13 @@ A shorter gang spends most of its time on the start.
 BILL = ("gpu_hours", "core_hours", "trained_hours", "cost")
 MAX_BITS = sys.float_info.max_exp - 1
 """Bits of a whole number, with which each is below the largest float."""
-PLAIN = frozenset((int, float, bool, str))
-"""Types that every process can unpickle."""
+PLAIN: Mapping[type, Callable[[Any], Any]] = {
+    bool: bool,
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+}
+"""Types that every process can unpickle, and functions that make their subclasses plain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +185,7 @@ class LogRecord:
     @property
     def numbers(self) -> dict[str, float]:
         """Numeric metrics by name, as floats."""
-        return {name: _as_float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
+        return {name: float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
 
     @property
     def texts(self) -> dict[str, str]:
@@ -191,7 +196,7 @@ class LogRecord:
     def epoch(self) -> int | None:
         """The metric `epoch` as a whole number. None if `epoch` is missing or not a finite number."""
         value = self.metrics.get("epoch")
-        return int(value) if isinstance(value, (int, float)) and math.isfinite(_as_float(value)) else None
+        return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
     @property
     def drawings(self) -> dict[str, Histogram | Picture]:
@@ -200,15 +205,12 @@ class LogRecord:
 
     def sent(self) -> Self:
         """Return the record as a rank sends it to the driver: numbers and strings, and from rank 0 drawings."""
-        if PLAIN.issuperset(map(type, self.metrics.values())):
-            return self
         bare = self.bare()
         return replace(bare, metrics={**bare.metrics, **self.drawings}) if self.rank == 0 else bare
 
     def bare(self) -> Self:
         """Return the record with its numbers and strings alone."""
-        known = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float, str))}
-        return replace(self, metrics={name: _bare(_plain(value)) for name, value in known.items()})
+        return replace(self, metrics={name: value for name, value in self.metrics.items() if type(value) in PLAIN})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +367,7 @@ def numbers(metrics: Mapping[str, Any] | None, *, call: str = "save(metrics=") -
                 f"{call}{{{reprlib.repr(name)}: {reprlib.repr(value)}}}): must be a name and a number, or a tensor "
                 "that holds one"
             )
-    return {name: _as_float(value) for name, value in plain.items()}
+    return {name: float(value) for name, value in plain.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -373,38 +375,21 @@ def _plain(value: Any) -> Any:
 
     Whole numbers too large for a float become infinite, as trackers can neither draw nor print these numbers.
     """
-    if type(value) in PLAIN and (type(value) is not int or value.bit_length() <= MAX_BITS):
-        return value
     num_elements = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)
     if num_elements == 1 and hasattr(value, "item"):
-        return value.item()
-    return _as_float(value) if isinstance(value, int) and value.bit_length() > MAX_BITS else value
-
-
-def _bare(value: float | str) -> float | str:
-    if type(value) in (int, float, bool, str):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    return float.__float__(value) if isinstance(value, float) else int.__int__(value)
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
+        value = value.item()
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
         return math.inf if value > 0 else -math.inf
+    for kind, exact in PLAIN.items():
+        if isinstance(value, kind):
+            return exact(value)
+    return value
 
 
 def _whole(name: str, value: Any) -> int:
-    if type(value) is int and value.bit_length() < 64:
-        return value
     try:
-        number = int(value)
+        return int(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(
             f"log({name}={reprlib.repr(value)}): must be a whole number, or a tensor that holds one ({error})"
         ) from error
-    if number.bit_length() >= 64:
-        raise ValueError(f"log({name}=...): a number of {number.bit_length()} bits, must lie between -2**63 and 2**63")
-    return number

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
 from flytekitplugins.daskpytorch.display.run_state import RunState
-from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, seconds_left
+from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, SavedCheckpoint
 
@@ -30,25 +29,26 @@ MAX_SHOWN_RANKS = 1_000
 
 
 def html(run: RunState, places: Mapping[str, str] | None = None) -> str:
-    return report.page(*_pieces_of(run.copy(), places or {}))
+    return report.page(*_pieces_of(run, places or {}))
 
 
 def document(run: RunState, places: Mapping[str, str] | None = None) -> str:
-    return report.document(run.title, *_pieces_of(run.copy(), places or {}))
+    return report.document(run.title, *_pieces_of(run, places or {}))
 
 
 # ---- The page
 
 
 def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
-    return [
-        *_how_it_goes(run),
-        *_metrics(run),
-        *_time_and_machines(run),
-        report.section("What happened", report.timeline(run.history, run.began_at)),
-        *_with_what(run),
-        *_where(run.checkpoints, places),
-    ]
+    with run.lock:
+        return [
+            *_how_it_goes(run),
+            *_metrics(run),
+            *_time_and_machines(run),
+            report.section("What happened", report.timeline(run.history, run.began_at)),
+            *_with_what(run),
+            *_where(run.checkpoints, places),
+        ]
 
 
 def _how_it_goes(run: RunState) -> Iterable[str]:
@@ -108,18 +108,16 @@ def _newest(run: RunState) -> dict[str, object]:
 
 
 def _metrics(run: RunState) -> Iterable[str]:
-    if not run.charts:
+    charts = run.charts
+    if not charts:
         return
     marks = [(float(step), "started again") for step, _ in run.restarts]
-    budget = max(50, MAX_PAGE_POINTS // sum(len(chart.curves) for chart in run.charts))
+    budget = max(50, MAX_PAGE_POINTS // sum(len(chart.curves) for chart in charts))
     drawn = [
         report.line_chart(chart.title, chart.curves, "step", best=chart.best, marks=marks, max_points=budget)
-        for chart in run.charts
+        for chart in charts
     ]
-    pieces = [report.grid(*drawn)]
-    if run.metrics.is_crowded:
-        pieces.append(report.text(f"Only the first {MAX_CURVES} metrics are drawn.", quiet=True))
-    yield report.section("Metrics", *pieces)
+    yield report.section("Metrics", report.grid(*drawn))
 
 
 def _time_and_machines(run: RunState) -> Iterable[str]:
@@ -134,13 +132,8 @@ def _time_and_machines(run: RunState) -> Iterable[str]:
     if run.usages or run.shape is not None:
         pieces.append(report.card("Ranks", _ranks_table(run)))
     if pieces:
-        yield report.section("Time and machines", *pieces, note=_size_of(run.shape))
-
-
-def _size_of(shape: Shape | None) -> str:
-    if shape is None:
-        return ""
-    return f"ranks: {shape.world_size:,}, workers: {len(shape.nodes):,}, backend: {shape.backend}"
+        note = f"{size_of(run.shape)}, {run.shape.backend}" if run.shape is not None else ""
+        yield report.section("Time and machines", *pieces, note=note)
 
 
 def _ranks_table(run: RunState) -> str:
@@ -155,15 +148,11 @@ def _ranks_table(run: RunState) -> str:
         if (usage := run.usages.get(rank)) is None:
             row += [""] * (2 + len(spent) + len(used))
         else:
-            row += [usage.num_steps, _brief(run.speeds[rank].per_second)]
-            row += [_brief(usage.seconds.get(name), ".1f") for name in spent]
-            row += [_brief(amounts(usage).get(name)) for name in used]
+            row += [usage.num_steps, run.speeds[rank].per_second or ""]
+            row += [usage.seconds.get(name, "") for name in spent]
+            row += [amounts(usage).get(name, "") for name in used]
         rows.append(row)
     return report.table([*header, *(LABELS[name] for name in used)], rows)
-
-
-def _brief(value: float | None, form: str = ".3g") -> str:
-    return "" if value is None else format(value, form)
 
 
 def _places_of(shape: Shape) -> Iterator[tuple[int, tuple[str, str, str]]]:
@@ -234,7 +223,7 @@ def kept_up_to_date(
 
     def write() -> None:
         try:
-            show(html(state, places()))
+            show(_page(state, places))
             publish()
         except Exception as error:  # a full disk, a storage that does not answer, another page's error
             if not has_failed.is_set():
@@ -254,9 +243,15 @@ def kept_up_to_date(
     finally:
         is_over.set()
         thread.join(MAX_WAIT)
-        show(_last_page(state, places))
-        with contextlib.suppress(Exception):  # the host publishes a finished task's page again
-            publish()
+        write()
+
+
+def _page(state: RunState, places: Callable[[], Mapping[str, str]]) -> str:
+    try:
+        return html(state, places())
+    except Exception as error:
+        logger.warning("the Deck could not be written; the training's outcome stands", exc_info=error)
+        return report.page(report.alert("This page could not be written", repr(error)))
 
 
 def _write_all(state: RunState, write: Callable[[], None], is_over: threading.Event) -> None:
@@ -267,11 +262,3 @@ def _write_all(state: RunState, write: Callable[[], None], is_over: threading.Ev
             seen, began_at = state.num_changes, time.monotonic()
             write()
             pause = min(MAX_INTERVAL, max(INTERVAL, (time.monotonic() - began_at) / SHARE))
-
-
-def _last_page(state: RunState, places: Callable[[], Mapping[str, str]]) -> str:
-    try:
-        return html(state, places())
-    except Exception as error:
-        logger.warning("the Deck could not be written; the training's outcome stands", exc_info=error)
-        return report.page(report.alert("This page could not be written", repr(error)))

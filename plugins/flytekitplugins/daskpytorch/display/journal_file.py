@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import IO
@@ -27,7 +26,7 @@ VARIABLE = "DASKPYTORCH_JOURNAL"
 """Folder for journals, each named by its training's id. Empty: no journals."""
 NAME = "journal.jsonl"
 MAX_LINES = 10_000
-"""After so many events of a kind, the least time between two is the journal's age, divided by this number."""
+"""The least time between two events of a kind is the journal's age, divided by this number."""
 MAX_USAGES = 400
 """The same of usages and accounts, which come every two seconds."""
 
@@ -43,7 +42,6 @@ class Journal(Observer):
         self._folder, self._name = folder, name
         self._file: IO[str] | None = None
         self._began_at = 0.0
-        self._num_written: Counter[Hashable] = Counter()
         self._written_at: dict[Hashable, float] = {}
         self._left_out: dict[Hashable, journal.Event] = {}
 
@@ -63,7 +61,6 @@ class Journal(Observer):
             self._write(event)
         elif self._is_due(event, key):
             self._left_out.pop(key, None)
-            self._num_written[key] += 1
             self._written_at[key] = event.time
             self._write(event)
         else:
@@ -73,10 +70,8 @@ class Journal(Observer):
             self._file = None
 
     def _is_due(self, event: journal.Event, key: tuple[Hashable, ...]) -> bool:
-        num_lines = MAX_LINES if key[0] == "records" else MAX_USAGES
-        if self._num_written[key] < num_lines:
-            return True
-        return event.time - self._written_at[key] >= (event.time - self._began_at) / num_lines
+        interval = (event.time - self._began_at) / (MAX_LINES if key[0] == "records" else MAX_USAGES)
+        return key not in self._written_at or event.time - self._written_at[key] >= interval
 
     def _write(self, event: journal.Event) -> None:
         assert self._file is not None  # noqa: S101 - `on_event` has opened it

@@ -32,7 +32,6 @@ class Chart:
 
 @dataclass
 class Metrics:
-    is_crowded: bool = False
     _curves: dict[str, Curve] = field(default_factory=dict)
 
     def take(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -42,9 +41,7 @@ class Metrics:
                 self._add(name, (float(step), value))
 
     def _add(self, name: str, point: Point) -> None:
-        if name not in self._curves and len(self._curves) >= MAX_CURVES * (2 if is_held_out(name) else 1):
-            self.is_crowded = True
-        else:
+        if name in self._curves or len(self._curves) < MAX_CURVES * (2 if is_held_out(name) else 1):
             self._curves.setdefault(name, Curve()).add(point)
 
     def cut(self, step: int | None) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker, public
-from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.protocol.journal import Training
 from flytekitplugins.daskpytorch.records import Histogram, LogRecord, Picture
 
@@ -91,7 +90,7 @@ class _Run(Run):
         with _one_at_a_time.setdefault(self._client.tracking_uri, threading.Lock()):
             self._begin(training, files)
         info, known = self._run.info, self._run.data
-        given = {_key(name): str(value)[:MAX_TEXT] for name, value in flat(config, ".").items()}
+        given = {_key(name): str(value)[:MAX_TEXT] for name, value in config.items()}
         params = [Param(name, value) for name, value in given.items() if name not in known.params]
         self._client.log_batch(info.run_id, params=params)
         place, page = public(self._client.tracking_uri), f"#/experiments/{info.experiment_id}/runs/{info.run_id}"

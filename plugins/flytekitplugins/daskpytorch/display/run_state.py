@@ -5,16 +5,14 @@
 The same events give the same state, so a journal that is read again shows what the run's displays have shown.
 """
 
-import functools
 import itertools
 import math
-import pickle
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, singledispatchmethod
+from functools import singledispatchmethod
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
@@ -39,7 +37,6 @@ MAX_RECORDS = 100_000
 MAX_EVENTS = 300
 """The first 150 and the newest stay."""
 MAX_RESTARTS = 400
-MAX_SPOILT = 20
 MAX_USAGE_POINTS = 400
 MAX_NAMES = 10_000
 """Metrics with a newest value. Names made up at run time beyond it begin anew."""
@@ -72,7 +69,7 @@ class Values:
 
 @dataclass(kw_only=True, eq=False)
 class RunState(Observer):
-    """State of one gang's run, from the request for the gang on. `on_event` and `copy` are thread-safe."""
+    """State of one gang's run, from the request for the gang on. `on_event` is thread-safe."""
 
     name: str = ""
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -116,17 +113,6 @@ class RunState(Observer):
         self.history: list[PageEvent] = []
         self._phase: Phase | None = None  # while the gang starts
         self._lines: dict[str, dict[str, Curve]] = {}
-        self._spoilt: set[str] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        now = functools.partial(float, self.clock())
-        return {**vars(self), "lock": None, "records": [], "before": (), "clock": now}
-
-    def copy(self) -> "RunState":
-        with self.lock:  # held as briefly as possible, since the gang's thread waits
-            copied = pickle.dumps(self)
-        state: RunState = pickle.loads(copied)  # noqa: S301 - our own, of a moment ago
-        return state
 
     # ---- Figures
 
@@ -155,9 +141,8 @@ class RunState(Observer):
         charts = {what: self._lines[what] for what in (STEPS, *LABELS.values()) if what in self._lines}
         return {what: {name: lines[name].points for name in sorted(lines)} for what, lines in charts.items()}
 
-    @cached_property
+    @property
     def charts(self) -> Sequence[Chart]:
-        """Computed once: a Deck is drawn from a copy of the state that never changes."""
         return list(self.metrics.charts())
 
     # ---- The fold
@@ -212,17 +197,12 @@ class RunState(Observer):
     @_fold.register
     def _(self, event: journal.Logged) -> None:
         record = event.record.bare()
-        numbers = record.numbers
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
         self.values.add(record)
-        self.metrics.take(record.step, numbers)
+        self.metrics.take(record.step, record.numbers)
         if not record.is_evaluation:
             self.rate.add(record.time, record.step)
-        for name, value in numbers.items():
-            if not math.isfinite(value) and name not in self._spoilt and len(self._spoilt) < MAX_SPOILT:
-                self._spoilt.add(name)
-                self._tell(event, f"{name} is {value:g} at step {record.step:,}", "bad")
 
     @_fold.register
     def _(self, event: journal.Calling) -> None:
@@ -323,7 +303,6 @@ class RunState(Observer):
             values.add(record)
         self.values = values
         self.rate.clear()
-        self._spoilt.clear()
 
 
 class View(Observer):

@@ -12,7 +12,6 @@ from typing import Any
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
-from flytekitplugins.daskpytorch.display.training import flat
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import Execution, current_execution
@@ -86,7 +85,7 @@ class _EventFiles(Run):
         self.where = self._storage or str(self._folder.absolute())
         self._suffix = f".{training.id}"
         self.rewind(step)
-        given = {name: _hyperparameter(value) for name, value in flat(config, "/").items()}
+        given = {name: value if isinstance(value, (int, float)) else str(value) for name, value in config.items()}
         self._writer.file_writer.add_summary(hparams_pb(given, trial_id=training.id), 0)
 
     def rewind(self, step: int | None) -> None:
@@ -137,9 +136,3 @@ class _EventFiles(Run):
         for file in self._folder.iterdir():
             files.put(file, f"{files.path(where)}/{file.name}")
         self._upload_at += UPLOAD_SHARE * (time.monotonic() - began_at)
-
-
-def _hyperparameter(value: Any) -> bool | float | str:
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
-    return value if isinstance(value, (bool, int, float, str)) else str(value)

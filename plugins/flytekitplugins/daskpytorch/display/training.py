@@ -106,23 +106,15 @@ def row_of(first: Mapping[str, Any], **others: Mapping[str, Any]) -> dict[str, A
     return row
 
 
-def flat(config: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        inner = flat(value, separator) if isinstance(value, Mapping) else None
-        found |= {name: value} if inner is None else {f"{name}{separator}{each}": inner[each] for each in inner}
-    return found
-
-
 def run_config(training: Training, shape: Shape) -> dict[str, Any]:
     gang = {
         "world_size": shape.world_size,
         "num_workers": len(shape.nodes),
         "backend": shape.backend,
-        "hosts": [node.host for node in shape.nodes],
-        "gpus": [gpu for node in shape.nodes for gpu in node.gpu_names],
+        "hosts": ", ".join(node.host for node in shape.nodes),
+        "gpus": ", ".join(gpu for node in shape.nodes for gpu in node.gpu_names),
     }
-    return {**training.inputs, "gang": gang}
+    return {**training.inputs, **{f"gang/{name}": value for name, value in gang.items()}}
 
 
 def size_of(shape: Shape) -> str:

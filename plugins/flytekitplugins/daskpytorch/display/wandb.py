@@ -7,11 +7,10 @@ display, whose 47 modules would take 64 ms there.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, run_config, run_id
@@ -33,11 +32,6 @@ OFFLINE = (
     "The run is recorded offline, for `wandb sync`. In a pod, the run is lost with the pod, unless Wandb(dir=...) is a "
     "folder on a volume."
 )
-NO_LINK = "none"
-"""A link without a template. Flyte tells tasks with any type of link the address of their execution's page."""
-LINK_TYPE = "wandb-daskpytorch"
-"""Type of the console's link to a run in Flyte's configuration, where the template ends in {{ .executionName }}-{{
-.nodeId }}."""
 
 INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
 """Seconds for wandb's server when a run is opened. The run is then recorded offline."""
@@ -57,17 +51,6 @@ def variables_of(wandb: Wandb) -> dict[str, str]:
     elif wandb.secret is not None:
         found[KEY] = current_execution().secret(wandb.secret)
     return found
-
-
-def console_link(wandb: Wandb) -> dict[str, str]:
-    """Return the entries of the task's `config` for the link from Flyte's console to the run.
-
-    Empty if Flyte's template cannot name the run: without an entity, or with the user's own id. Offline and disabled
-    runs have no page.
-    """
-    if wandb.entity is None or wandb.id is not None or wandb.mode in KEYLESS:
-        return {"link_type": NO_LINK}
-    return {"project": wandb.project, "entity": wandb.entity, "host": wandb.host, "link_type": LINK_TYPE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +92,7 @@ class WandbObserver(Observer):
             id_ = wandb.id or os.environ.get("WANDB_RUN_ID") or run_id(self._execution, short)
         else:
             id_, name = training.id, f"{name}-{training.index}"
-        return dataclasses.replace(
+        return replace(
             wandb,
             secret=None,  # flytekit's object, which a rank does not need
             id=id_,

@@ -32,7 +32,7 @@ from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import Rule
-from flytekitplugins.daskpytorch.display import wandb as wandb_run
+from flytekitplugins.daskpytorch.display.wandb import KEYLESS
 from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.flyte.context import HOST, FlyteRank, TaskOutput, Written
 from flytekitplugins.daskpytorch.process.ending import CtrlC
@@ -52,6 +52,12 @@ if TYPE_CHECKING:
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.preload"}
 CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
 GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
+
+NO_LINK = "none"
+"""A link without a template. Flyte tells tasks with any type of link the address of their execution's page."""
+LINK_TYPE = "wandb-daskpytorch"
+"""Type of the console's link to a run in Flyte's configuration, where the template ends in {{ .executionName }}-{{
+.nodeId }}."""
 
 INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataException)
 
@@ -191,8 +197,11 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
     def get_config(self, settings: SerializationSettings) -> dict[str, str]:
         config = dict(super().get_config(settings) or {})
-        if self.task_config.wandb is not None:
-            config |= wandb_run.console_link(self.task_config.wandb)
+        if (wandb := self.task_config.wandb) is not None:
+            # The template names no run without an entity, and no run with the user's own id.
+            has_page = wandb.entity is not None and wandb.id is None and wandb.mode not in KEYLESS
+            run = {name: getattr(wandb, name) for name in ("project", "entity", "host")} if has_page else {}
+            config |= {"link_type": LINK_TYPE if has_page else NO_LINK, **run}
         return config
 
     def _deliver(self, inputs: dict[str, Any], output: TaskOutput) -> LiteralMap:

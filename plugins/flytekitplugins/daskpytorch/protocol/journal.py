@@ -273,7 +273,8 @@ def event_of(fields: Mapping[str, Any]) -> Event:
     """Raises ValueError for what is no event of this version."""
     try:
         moment = datetime.fromisoformat(fields["time"])
-        event: Event = _decoder(fields["event"])({**fields, "time": moment.timestamp()})
+        record = {"record": _with_numbers(fields["record"])} if "record" in fields else {}
+        event: Event = _decoder(fields["event"])({**fields, **record, "time": moment.timestamp()})
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"no event of a journal: {error!r}") from error
     return event
@@ -283,19 +284,9 @@ def event_of(fields: Mapping[str, Any]) -> Event:
 def _decoder(kind: str) -> Callable[[Mapping[str, Any]], Any]:
     from mashumaro.codecs.basic import BasicDecoder
 
-    return BasicDecoder(KINDS[kind], default_dialect=_dialect()).decode
+    return BasicDecoder(KINDS[kind]).decode
 
 
-@functools.cache
-def _dialect() -> Any:
-    from mashumaro.dialect import Dialect
-
-    class Journal(Dialect):
-        serialization_strategy = {LogRecord: {"deserialize": _record}}  # noqa: RUF012 - mashumaro's own form
-
-    return Journal
-
-
-def _record(fields: Mapping[str, Any]) -> LogRecord:
-    metrics = {name: float(value) if value in ODD_NUMBERS else value for name, value in fields["metrics"].items()}
-    return LogRecord(**{**fields, "metrics": metrics})
+def _with_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = record["metrics"].items()
+    return {**record, "metrics": {name: float(value) if value in ODD_NUMBERS else value for name, value in metrics}}

@@ -6,8 +6,7 @@
         report.table(("name", "length"), [("Bello", 5)]),
     ))
 
-Every piece is complete HTML with the shared style and the library for drawing (70 kB): a single piece can be a Deck.
-`page` contains them only once. Runs in the driver.
+`page` adds the shared style and the library for drawing (70 kB), without which a piece has neither. Runs in the driver.
 """
 
 from flytekitplugins.daskpytorch.report import chart, pieces

@@ -18,7 +18,6 @@ from flytekitplugins.daskpytorch.report.pieces import (
     element,
     name_of,
     text_of,
-    whole,
 )
 
 __all__ = ["Curve", "Event", "duration", "line_chart", "timeline"]
@@ -101,7 +100,7 @@ def line_chart(
         + (element("p", f"┆ {text_of(marked)}", "dpt-soft dpt-text") if marks else "")
         + f'<script type="application/json">{_json(data)}</script>'
     )
-    return whole(element("figure", content, "dpt-card dpt-chart"))
+    return element("figure", content, "dpt-card dpt-chart")
 
 
 def _finite(points: Iterable[tuple[float, float]]) -> Points:
@@ -247,7 +246,7 @@ def timeline(events: Iterable[Event], start: float) -> str:
         dot = element("span", "", f"dpt-dot dpt-{event.tone}", aria_hidden="true")
         detail = element("span", text_of(event.detail[-MAX_DETAIL:]), "dpt-soft") if event.detail else ""
         rows.append([f"+{duration(event.time - start)}", dot + text_of(one_line(event.text, MAX_TEXT)) + detail])
-    return whole(element("div", cells_table(["after", "what happened"], rows, "dpt-events"), "dpt-card"))
+    return element("div", cells_table(["after", "what happened"], rows, "dpt-events"), "dpt-card")
 
 
 def duration(seconds: float) -> str:

@@ -98,7 +98,7 @@ def page(*pieces: str) -> str:
         >>> models = report.table(("model", "loss"), [("small", 0.24), ("large", 0.21)])
         >>> deck = Deck("Names", report.page(report.text("of 4,812 names"), models))
     """
-    return shared() + element("div", _bare(*pieces), "dpt dpt-page")
+    return shared() + element("div", "".join(pieces), "dpt dpt-page")
 
 
 def document(title: str, *pieces: str) -> str:
@@ -122,8 +122,8 @@ def section(title: str, *pieces: str, note: str = "") -> str:
         >>> html = report.section("Data", report.text("4,812 names"), note="of 2026-03-01")
     """
     remark = " " + element("small", text_of(note)) if note else ""
-    content = element("h2", text_of(title) + remark) + _bare(*pieces)
-    return whole(element("section", content, "dpt-section dpt-stack"))
+    content = element("h2", text_of(title) + remark) + "".join(pieces)
+    return element("section", content, "dpt-section dpt-stack")
 
 
 def grid(*pieces: str, least: int = 420) -> str:
@@ -138,7 +138,7 @@ def grid(*pieces: str, least: int = 420) -> str:
         >>> curves = [report.line_chart(name, {name: [(0, 2.3), (1, 1.1)]}, "epoch") for name in ("loss", "error")]
         >>> html = report.grid(*curves, least=300)
     """
-    return whole(element("div", _bare(*pieces), "dpt-grid", style=f"--least:{least:d}px"))
+    return element("div", "".join(pieces), "dpt-grid", style=f"--least:{least:d}px")
 
 
 def card(title: str, *pieces: str) -> str:
@@ -149,7 +149,7 @@ def card(title: str, *pieces: str) -> str:
         >>> html = report.card("Champion", report.figures({"loss": 0.21, "version": 7}))
     """
     heading = element("h3", text_of(title)) if title else ""
-    return whole(element("div", heading + _bare(*pieces), "dpt-card dpt-stack"))
+    return element("div", heading + "".join(pieces), "dpt-card dpt-stack")
 
 
 def text(words: object, *, quiet: bool = False) -> str:
@@ -159,7 +159,7 @@ def text(words: object, *, quiet: bool = False) -> str:
         >>> from flytekitplugins.daskpytorch import report
         >>> html = report.text("Of 4,812 names, 481 were held out.", quiet=True)
     """
-    return whole(element("p", text_of(words), "dpt-text dpt-soft" if quiet else "dpt-text"))
+    return element("p", text_of(words), "dpt-text dpt-soft" if quiet else "dpt-text")
 
 
 def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done: float | None = None) -> str:
@@ -184,7 +184,7 @@ def status(state: str, title: str, *, tone: Tone = "idle", note: str = "", done:
         bar = element("span", style=f"width:{percent}%")
         progress = {"aria_label": "done", "aria_valuemin": 0, "aria_valuemax": 100, "aria_valuenow": percent}
         content += element("div", bar, f"dpt-bar dpt-{tone}", role="progressbar", **progress)
-    return whole(element("header", content, "dpt-status"))
+    return element("header", content, "dpt-status")
 
 
 def alert(title: str, words: str = "", *, tone: Tone = "bad") -> str:
@@ -197,7 +197,7 @@ def alert(title: str, words: str = "", *, tone: Tone = "bad") -> str:
     content = element("strong", text_of(title))
     if words:
         content += element("pre", text_of(words), tabindex=0)
-    return whole(element("div", content, f"dpt-alert dpt-{tone}", role="alert"))
+    return element("div", content, f"dpt-alert dpt-{tone}", role="alert")
 
 
 def figures(values: Mapping[str, object]) -> str:
@@ -210,7 +210,7 @@ def figures(values: Mapping[str, object]) -> str:
         >>> from flytekitplugins.daskpytorch import report
         >>> html = report.figures({"accuracy": 0.93, "time": ("3 min", "on 2 ranks")})
     """
-    return whole(element("dl", "".join(_figure(*item) for item in values.items()), "dpt-figures"))
+    return element("dl", "".join(_figure(*item) for item in values.items()), "dpt-figures")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -226,7 +226,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         >>> html = report.table(("name", "length"), [("Bello", 5), ("Mia", 3)])
     """
     cells = [[text_of(cell) for cell in row] for row in rows]
-    return whole(cells_table([text_of(name) for name in header], cells))
+    return cells_table([text_of(name) for name in header], cells)
 
 
 def pictures(files: Iterable[Picture]) -> str:
@@ -242,11 +242,7 @@ def pictures(files: Iterable[Picture]) -> str:
     """
     shown = list(files)
     least = max((picture.width for picture in shown), default=0) + 56
-    return whole(element("div", "".join(map(_picture, shown)), "dpt-pictures", style=f"--least:{least}px"))
-
-
-def _bare(*pieces: str) -> str:
-    return "".join(pieces).replace(shared(), "")
+    return element("div", "".join(map(_picture, shown)), "dpt-pictures", style=f"--least:{least}px")
 
 
 def _picture(picture: Picture) -> str:
@@ -311,11 +307,6 @@ def brief(value: float) -> str:
 
 def name_of(text: str) -> str:
     return one_line(text, MAX_NAME)
-
-
-def whole(piece: str) -> str:
-    """Return a piece with the style and the script that all pieces share, so that it can be shown alone."""
-    return shared() + element("div", piece, "dpt")
 
 
 @functools.cache
