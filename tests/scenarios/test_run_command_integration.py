@@ -60,9 +60,19 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_ranks_train_on_this_node_and_start_again_from_their_checkpoint(folder: Path) -> None:
     with nothing_left_behind():
-        done = run("--nproc_per_node=2", "--checkpoints", "kept", "--log_dir=logs", "train.py", "die")
+        done = run(
+            "--nproc_per_node=2",
+            "--standalone",
+            "--master_port=29501",
+            "--checkpoints",
+            "kept",
+            "--log_dir=logs",
+            "train.py",
+            "die",
+        )
     assert done.returncode == 0, done.stderr
     assert "[rank 0] from 3 0 2 2\n" in done.stdout  # so that `| tee train.log` has it, as with torchrun
+    assert "torchrun's option --standalone has no effect here" in done.stderr
     assert "starting 2 ranks" in done.stderr
     assert "starting 2 ranks" not in done.stdout
     [log] = folder.glob("logs/*/attempt_1/0/stdout.log")
@@ -221,7 +231,7 @@ def test_ranks_train_on_dask_workers(folder: Path) -> None:
         (["--nproc", "0", "train.py"], "a whole number from 1"),
         (["--env", "LR", "train.py"], "must be NAME=VALUE"),
         (["--hang-timeout", "soon", "train.py"], "must be auto, none or seconds"),
-        (["--standalone", "train.py"], "No such option"),
+        (["--gpus", "2", "train.py"], "No such option"),
         (["train.pyc"], "null bytes"),
         ([], "Missing argument 'PROGRAM'"),
     ],
