@@ -4,7 +4,9 @@
 """
 
 import os
+import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, dispatch
 from flytekitplugins.daskpytorch.driver import agents
 from processes import (
+    MAX_SECONDS,
     Cluster,
     dask_cluster,
     is_alive,
@@ -111,6 +114,56 @@ def test_the_stores_port_is_bound_when_it_is_picked(client: Client) -> None:
     assert all(one == other for one, other in ports)
     listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
     assert not listening & {one for one, _ in ports}  # given back with the gangs
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
+    """A second host, as a network namespace: its name, the address on this side, and the one on the other."""
+    name = f"dp{os.getpid()}"
+    here, there = (f"10.213.{os.getpid() % 256}.{number}" for number in (1, 2))  # other runs of this have theirs
+    commands = [
+        f"ip netns add {name}",
+        f"ip link add {name}a type veth peer name {name}b netns {name}",
+        f"ip addr add {here}/24 dev {name}a",
+        f"ip link set {name}a up",
+        f"ip -n {name} addr add {there}/24 dev {name}b",
+        f"ip -n {name} link set {name}b up",
+        f"ip -n {name} link set lo up",
+    ]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(command.split(), check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"no network namespaces here: {error}")
+        yield name, here, there
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_network_partition(
+    network: tuple[str, str, str], tmp_path: Path, launch: ft.Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 35
+    monkeypatch.setattr(agents, "MAX_SILENCE", 6.0)
+    name, here, there = network
+    with (
+        nothing_left_behind(),
+        dask_cluster(
+            tmp_path / "cluster",
+            scheduler_host=here,
+            hosts=[here, there],
+            prefixes={1: ["ip", "netns", "exec", name]},
+        ) as cluster,
+        Client(cluster.address) as client,
+    ):
+        watched = launch(client, "wait", gang=SMALLER)
+        watched.wait_for("broken")
+        subprocess.run(["ip", "link", "set", f"{name}a", "down"], check=True)
+        cut_at = time.time()
+        assert watched.futures[0].result() == ft.expected({1: 2, ft.SAVED_AT + 1: 1})
+        assert watched.formed_at[-1] - cut_at < agents.MAX_SILENCE + MAX_SECONDS
+        until(lambda: not is_alive(watched.broken_pid()), "the rank beyond the partition to end")
 
 
 def test_a_suspended_worker_is_given_up_and_may_not_write(

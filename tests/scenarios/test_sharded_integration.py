@@ -10,10 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
@@ -101,6 +105,45 @@ def test_a_training_under_fsdp2_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert all(rank["refused"][0] == f"{different} 1" for rank in ranks)
     assert ranks[0]["refused"][1].startswith("RuntimeError: rank 1 cannot save its part: TypeError: a of the state")
     assert ranks[1]["refused"][1].startswith("TypeError: a of the state")
+
+
+def in_two_dimensions(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model under tensor parallelism and FSDP2 on four ranks, else under FSDP2 alone."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5))
+    size = current_rank().world_size
+    shape = (2, 2) if size == 4 else (size, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    if size == 4:
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def save_in_two_dimensions(base: str, directory: Path) -> Any:
+    model, optimizer = in_two_dimensions(seed=1)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    return Rank(base).save(state_of(model, optimizer), 3), whole(model, optimizer)
+
+
+def load_in_one_dimension(base: str, entry: CheckpointEntry, directory: Path) -> Any:
+    model, optimizer = in_two_dimensions(seed=2)
+    state = state_of(model, optimizer)
+    assert Rank(base, [entry], attempt=1).checkpoints.load(state) == 3
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return whole(model, optimizer)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_with_fsdp2_on_four_ranks_is_loaded_by_two_and_three(tmp_path: Path) -> None:
+    for name in ("4", "2", "3"):
+        (tmp_path / name).mkdir()
+    base = str(tmp_path / "base")
+    entry, saved = run_ranks(partial(save_in_two_dimensions, base), 4, tmp_path / "4")[0]
+    for size in (2, 3):
+        loaded = run_ranks(partial(load_in_one_dimension, base, entry), size, tmp_path / str(size))[0]
+        assert_same(loaded, saved)
 
 
 def assert_written_once(folder: Path) -> None:

@@ -7,6 +7,8 @@ import gc
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -232,3 +234,51 @@ def test_a_waiting_call_is_dropped_a_running_one_ends_the_gang_and_closing_cance
             gang.close()
             with pytest.raises(CancelledError):
                 last.result()
+
+
+PROGRAM = """
+from pathlib import Path
+import torch, torch.distributed as dist
+from flytekitplugins.daskpytorch import GangError, current_rank, dispatch
+
+def busy():
+    while True:
+        dist.all_reduce(torch.ones(1))
+        Path(f"busy-{current_rank().rank}").touch()
+
+if __name__ == "__main__":
+    with dispatch.gang(nproc=2) as gang:
+        try:
+            gang.call(busy).result()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        try:
+            gang.call(busy)
+        except GangError as error:
+            print(error, flush=True)
+"""
+
+
+def test_ctrl_c_in_a_call_ends_the_gang_and_a_later_call_says_so(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with nothing_left_behind():
+        program = subprocess.Popen(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            until(lambda: all((tmp_path / f"busy-{rank}").exists() for rank in range(2)), "the call")
+            os.killpg(program.pid, signal.SIGINT)
+            out, said = program.communicate(timeout=MAX_SECONDS)
+        finally:
+            program.kill()
+    assert program.returncode == 0, said
+    interrupted, refused = out.splitlines()
+    assert interrupted == "interrupted"
+    assert refused.startswith("this gang has ended, and what its ranks kept is gone: gang was ended: Ctrl-C; "), refused
+    assert "Begin a new gang by dispatch.gang(...)" in refused
+    assert "busy: interrupted after " in said, said
