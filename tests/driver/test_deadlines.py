@@ -9,5 +9,5 @@ from flytekitplugins.daskpytorch.driver.state import Deadlines
 def test_an_end_takes_at_most_one_and_a_half_times_the_grace_period(grace_period: float) -> None:
     ends = Deadlines(grace_period)
     assert grace_period + ends.stop + ends.storage + ends.results <= 1.5001 * grace_period
-    assert ends.unheeded + ends.stop + ends.upload + ends.storage + ends.results <= 1.5001 * grace_period
+    assert ends.unheeded + ends.stop + ends.storage + ends.results <= 1.5001 * grace_period
     assert ends.close + ends.stop < ends.all_stopped

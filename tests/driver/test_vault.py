@@ -1,4 +1,4 @@
-"""The next attempt finds the right checkpoints in storage, however the attempt before ended."""
+"""The driver keeps undamaged checkpoints, and the next attempt finds them, however the attempt before ended."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
-from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, MAX_READ_ATTEMPTS, read
-from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
+from flytekitplugins.daskpytorch import Gang, GangStartError, Keep
+from flytekitplugins.daskpytorch.driver.manifest import MANIFEST, read
+from flytekitplugins.daskpytorch.driver.storage import Shards, storage_of
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
+from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, CheckpointEntry, digest_of, folder_name
 from flytekitplugins.daskpytorch.protocol.files import Files
-from flytekitplugins.daskpytorch.protocol.host import StoragePaths
+from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths
+from others import give_away
 from processes import until
 from seaweed import WRITER, Weed
 
@@ -34,7 +37,6 @@ PATIENCE = 300.0
 """Seconds that nothing here takes."""
 BEST = Keep(last=1, best=2, metric="loss")
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.2, 5: math.nan, 6: None, 7: 0.8}
-SHARDED = CheckpointEntry(attempt=0, step=9, folder="/shards", shards="step-9/0-0-ab", size=1, digest="d")
 
 
 class Store(Files):
@@ -57,7 +59,7 @@ class Store(Files):
     def write(self, path: str, data: bytes) -> None:
         for entry in json.loads(data)["checkpoints"] if path.endswith(MANIFEST) else ():
             named = f"{entry['folder'] or path.rpartition('/')[0]}/{name_of(entry)}"
-            if self.is_local and not entry["shards"] and not Path(named).exists():
+            if self.is_local and not Path(named).exists():
                 self.missing.append(named)
         self._try(path, lambda: Files.write(self, path, data))
 
@@ -98,8 +100,30 @@ class Task:
     def attempt(self, number: int, previous: int | None = None) -> Vault:
         before = None if previous is None else f"{self.base}/{previous}"
         paths = StoragePaths(files=self.store, previous=before, own=f"{self.base}/{number}")
-        self.vaults.append(Vault(paths, self.keep, self.disk(), Worker(0.05)))
+        self.vaults.append(Vault(Gang(keep=self.keep), paths, self.disk(), lambda _: self.store.fs, Worker(0.05)))
         return self.vaults[-1]
+
+    def write_shards(self, checkpoints: Vault, step: int, number: int = 0, attempt: int = 0) -> CheckpointEntry:
+        """Two ranks have written a sharded checkpoint."""
+        shards = folder_name(attempt, checkpoints.shards.nonce, step, number)
+        for name in ("__0_0.distcp", "__1_0.distcp", METADATA):
+            Files.write(self.store, f"{checkpoints.shards.base}/{shards}/{name}", b"shard")
+        return CheckpointEntry(
+            attempt=attempt, step=step, size=10, digest="d", folder=checkpoints.shards.base, shards=shards
+        )
+
+    def save_shards(self, checkpoints: Vault, *steps: int, attempt: int = 0) -> None:
+        """Sharded checkpoints, each of which reaches the manifest."""
+        for number, step in enumerate(steps):
+            checkpoints.add(self.write_shards(checkpoints, step, number, attempt))
+            assert checkpoints.flush(PATIENCE)
+
+    def shards(self, number: int) -> list[str]:
+        """Those in an attempt's folder: step, attempt and number."""
+        return sorted(
+            str(path.relative_to(self.stored(number))).rpartition("-")[0]
+            for path in self.stored(number).glob("step-*/*")
+        )
 
     def restored(self, number: int, previous: int) -> CheckpointEntry | None:
         return self.attempt(number, previous).restore()
@@ -111,6 +135,14 @@ class Task:
         file = replace(file, metrics={} if loss is None else {"loss": loss})
         checkpoints.add(file)
         return file
+
+    def went_on(self, number: int, previous: int) -> Vault:
+        """An attempt that has begun."""
+        checkpoints = self.attempt(number, previous)
+        checkpoints.restore()
+        checkpoints.begin()
+        assert checkpoints.flush(PATIENCE)
+        return checkpoints
 
     def ran(self, number: int, *steps: int, **how: int) -> list[CheckpointEntry]:
         """An attempt that has kept checkpoints of these steps, and ended."""
@@ -142,13 +174,13 @@ def task(tmp_path: Path, store: Store) -> Iterator[Task]:
 
 
 def name_of(entry: dict[str, Any]) -> str:
-    return f"step-{entry['step']}-{entry['digest'][:16]}.pt"
+    return entry["shards"] or f"step-{entry['step']}-{entry['digest'][:16]}.pt"
 
 
-def checkpoint(step: int, attempt: int = 2) -> tuple[CheckpointEntry, bytes]:
+def checkpoint(step: int) -> tuple[CheckpointEntry, bytes]:
     data = hashlib.shake_128(str(step).encode()).digest(5000)
     digest = hashlib.sha256(data).hexdigest()
-    return CheckpointEntry(attempt=attempt, step=step, size=len(data), digest=digest), data
+    return CheckpointEntry(attempt=2, step=step, size=len(data), digest=digest), data
 
 
 def flip_a_byte(path: Path) -> None:
@@ -165,7 +197,7 @@ def test_checkpoint_is_copied_before_a_manifest_that_names_it(task: Task, store:
     [file] = task.ran(0, 4)
     assert (task.stored(0) / file.name).read_bytes() == checkpoint(4)[1]
     named = json.loads((task.stored(0) / MANIFEST).read_text())
-    assert named == {"format": 4, "checkpoints": [asdict(replace(file, metrics={"loss": 0.2}))]}
+    assert named == {"format": 4, "checkpoints": [asdict(file)]}
     assert sorted(path.name for path in task.stored(0).iterdir()) == [MANIFEST, file.name]
     assert store.calls == [file.name, MANIFEST]
 
@@ -174,7 +206,7 @@ def test_who_goes_on_in_the_same_folder_copies_nothing_twice_and_leaves_nothing_
     files = task.ran(0, 1, 2)
     store.calls.clear()
     checkpoints = task.attempt(0, previous=0)
-    assert checkpoints.restore() == checkpoint(2, attempt=0)[0]
+    assert checkpoints.restore() == files[1]
     assert checkpoints.flush(PATIENCE)
     assert store.calls == [MANIFEST, files[1].name, MANIFEST]  # read, and written
     newest = task.save(checkpoints, 3)
@@ -203,34 +235,24 @@ def test_newer_checkpoint_takes_the_place_of_one_that_waits_and_nobody_waits_for
     assert not any(name.startswith(("step-2", "step-3")) for name in store.calls)
 
 
-def test_storage_that_fails_is_tried_again(task: Task, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    store.num_failures = 2
-    checkpoints = task.attempt(0)
-    task.save(checkpoints, 5)
-    until(lambda: len(store.calls) >= 4, "the manifest")
-    assert checkpoints.flush(PATIENCE)
-    assert task.listed(0) == [5]
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2
-    assert f"the checkpoint of step 5 could not be copied to {task.stored(0)}" in told[0]
-    assert "(OSError: the storage is not in the mood); trying again in 0.05 s. The training goes on." in told[0]
-    assert "trying again in 0.1 s" in told[1]
-
-
-def test_manifest_that_fails_is_tried_again_and_flush_says_that_nothing_counts_yet(
-    task: Task, store: Store, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("step-5", "checkpoint of step 5 could not be copied"), (MANIFEST, "list of checkpoints could not be written")],
+)
+def test_storage_that_fails_is_tried_again_and_costs_a_line(
+    task: Task, store: Store, what: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store.fails_always = MANIFEST
+    store.fails_always = what
     checkpoints = task.attempt(0)
     task.save(checkpoints, 5)
-    until(lambda: store.calls.count(MANIFEST) > 1, "the manifest to fail")
+    until(lambda: sum(name.startswith(what) for name in store.calls) > 2, "it to fail")
     assert not checkpoints.flush(0.1)
     assert not (task.stored(0) / MANIFEST).exists()
     store.fails_always = "nothing"
     assert checkpoints.flush(PATIENCE)
     assert task.listed(0) == [5]
-    assert f"the list of checkpoints could not be written to {task.stored(0)} (OSError" in capsys.readouterr().err
-    assert sum(name.startswith("step-5") for name in store.calls) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"the {told} to {task.stored(0)} (OSError: the storage never takes that)" in line
 
 
 # ---- Restoring ------------------------------------------------------------------------------------------------------
@@ -250,7 +272,7 @@ def test_a_newest_that_is_not_whole_gives_way_to_the_one_before(
         else:
             file.unlink()
         checkpoints = task.attempt(1, previous=0)
-        assert checkpoints.restore() == (checkpoint(1, attempt=0)[0] if file == files[1] else None)
+        assert checkpoints.restore() == (checkpoint(1)[0] if file == files[1] else None)
         assert checkpoints.flush(PATIENCE)
     assert "the previous attempt's checkpoint of step 2 is incomplete or damaged" in capsys.readouterr().err
 
@@ -285,10 +307,10 @@ def test_manifest_that_cannot_be_read_is_a_fresh_start(task: Task, torn: Callabl
     manifest.write_bytes(torn(manifest.read_bytes()))
     checkpoints = task.attempt(1, previous=0)
     assert checkpoints.restore() is None
-    assert not checkpoints.is_known
+    assert not checkpoints._is_known
 
 
-@pytest.mark.parametrize("num_failures", [MAX_READ_ATTEMPTS - 1, 1_000])
+@pytest.mark.parametrize("num_failures", [4, 1_000])
 def test_storage_that_cannot_be_read_is_asked_again_and_then_gone_without(
     task: Task, store: Store, num_failures: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,8 +319,8 @@ def test_storage_that_cannot_be_read_is_asked_again_and_then_gone_without(
     restored = task.restored(1, previous=0)
     store.num_failures = 0
     last = capsys.readouterr().err.splitlines()[-1]
-    if num_failures < MAX_READ_ATTEMPTS:
-        assert restored == checkpoint(1, attempt=0)[0]
+    if num_failures == 4:
+        assert restored == checkpoint(1)[0]
     else:
         assert restored is None
         assert "(OSError: the storage is not in the mood); the training starts afresh" in last
@@ -308,45 +330,37 @@ def test_storage_that_cannot_be_read_is_asked_again_and_then_gone_without(
 
 
 def test_both_kinds_are_named_by_every_manifest(task: Task) -> None:
-    checkpoints = first = task.attempt(0)
-    first.worker.submit(lambda: first.name(SHARDED), lane=LANE)
+    checkpoints = task.attempt(0)
+    task.save_shards(checkpoints, 9)
     task.save(checkpoints, 1)
     assert checkpoints.flush(PATIENCE)
+    sharded = checkpoints.sharded
     for number in (0, 1):
-        named = read(first._paths.files, str(task.stored(number)))  # type: ignore[union-attr]
+        named = read(task.store, str(task.stored(number)))
         assert named is not None
         assert [(entry.step, entry.is_sharded) for entry in named] == [(1, False), (9, True)]
-        assert named[1] == SHARDED
-        checkpoints = task.attempt(number + 1, previous=number)
-        checkpoints.restore()
-        assert checkpoints.sharded == [SHARDED]
-        assert checkpoints.flush(PATIENCE)
+        assert (named[1], named[1].folder) == (sharded[0], str(task.stored(0)))
+        assert task.went_on(number + 1, previous=number).sharded == sharded
 
 
 def test_the_best_are_copied_though_there_is_a_newer_one_each_time_that_one_has_been(
     task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task.keep = BEST
-    store.gate.clear()
-    checkpoints = task.attempt(0)
-    task.save(checkpoints, 1, 0.9)
-    until(lambda: store.calls, "the operation")
-    task.save(checkpoints, 2, 0.1)
-    task.save(checkpoints, 3, 0.2)
-    copied: list[int] = []
+    checkpoints, copied = task.attempt(0), list[int]()
 
     def put(source: Path, path: str) -> None:
         Store.put(store, source, path)
         copied.append(int(path.rpartition("/")[2].split("-")[1]))
-        if len(copied) < 8:
-            task.save(checkpoints, 3 + len(copied), 0.9)
+        for step in range(2, 4) if copied == [1] else [3 + len(copied)] if len(copied) < 8 else []:
+            task.save(checkpoints, step, 0.1 if step == 2 else 0.9)
 
     monkeypatch.setattr(store, "put", put)
-    store.gate.set()
+    task.save(checkpoints, 1, 0.2)
     until(lambda: len(copied) >= 8, "all newer ones")
-    assert copied[:4] == [2, 4, 3, 6]
+    assert copied[:2] == [1, 2]
     assert checkpoints.flush(PATIENCE)
-    assert task.listed(0)[1:] == [3, 2]
+    assert task.listed(0) == [copied[-1], 2, 1]
 
 
 def test_the_best_survive_attempts_and_the_newest_is_gone_on_from(task: Task) -> None:
@@ -412,6 +426,280 @@ def test_flush_tells_whether_the_newest_arrived_though_a_best_one_did_not(task: 
     task.save(checkpoints, 2, 0.9)
     until(lambda: checkpoints.flush(0.2), "the newest to arrive")
     assert task.listed(0) == [2]
+
+
+# ---- On the driver's disk --------------------------------------------------------------------------------------------
+
+
+def upload(checkpoints: Vault, step: int, data: bytes | None = None, attempt: int = 2) -> CheckpointEntry:
+    """A checkpoint comes over a connection, in two pieces, perhaps not all of it."""
+    file, whole = checkpoint(step)
+    file = replace(file, attempt=attempt)
+    data = whole if data is None else data
+
+    def pieces(size: int, what: str) -> Iterator[bytes]:
+        yield data[:10]
+        if len(data) < size:
+            raise EOFError(what)
+        yield data[10:]
+
+    connection: Any = SimpleNamespace(pieces=pieces)
+    if (refusal := checkpoints.receive(connection, file)) is not None:
+        raise ValueError(refusal)
+    checkpoints.add(file)
+    return file
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Vault]:
+    """The vault of a gang without storage."""
+    vault = Vault(Gang(keep=BEST), None, tmp_path)
+    yield vault
+    vault.worker.close()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_same_again_without_metrics_is_as_good_as_it_was(alone: Vault) -> None:
+    for step, loss in ((1, 0.1), (1, None), (2, 0.2), (3, 0.3)):
+        upload(alone, step)
+        alone.add(replace(checkpoint(step)[0], metrics={} if loss is None else {"loss": loss}))
+    assert [(file.step, file.metrics["loss"]) for file in alone.entries()] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert alone.choose(None, is_sharded=False) == checkpoint(1)[0]
+
+
+def test_when_all_are_damaged_there_is_none_until_the_next_comes(alone: Vault, tmp_path: Path) -> None:
+    for step in (1, 2):
+        upload(alone, step)
+    for path in tmp_path.iterdir():
+        flip_a_byte(path)
+    assert alone.newest() is None
+    file = upload(alone, 2)  # the same bytes as the damaged one
+    assert alone.newest() == file
+
+
+def test_upload_of_an_older_attempt_takes_no_space(alone: Vault, tmp_path: Path) -> None:
+    alone.fence(3)
+    with pytest.raises(ValueError, match="of attempt 2 came when attempt 3 was running"):
+        upload(alone, 1)
+    assert names(tmp_path) == []
+
+
+def test_a_lent_file_stays_whatever_the_policy_removes_until_the_next_attempt(alone: Vault, tmp_path: Path) -> None:
+    lent = upload(alone, 0)
+    for _ in range(2):  # each rank may ask
+        alone.lend(lent)
+    for step in (1, 2):
+        upload(alone, step)
+    assert not alone.path_of(lent).exists()
+    assert digest_of(alone.lent / lent.name) == lent.digest
+    alone.take_back()
+    assert names(tmp_path) == [file.name for file in alone.entries()]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize(("length", "reason"), [(100, None), (5000, "of step 1 was damaged during its transfer")])
+def test_upload_that_is_not_whole_leaves_what_was_there(
+    alone: Vault, tmp_path: Path, length: int, reason: str | None, *, is_there: bool
+) -> None:
+    before = upload(alone, 1) if is_there else None
+    with pytest.raises((EOFError, ValueError), match=reason):
+        upload(alone, 1, bytes(length))
+    assert alone.newest() == before
+    assert names(tmp_path) == ([before.name] if before is not None else [])
+
+
+# ---- Shards ----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_that_are_being_written_are_not_removed_but_those_that_were_given_up_are(task: Task) -> None:
+    mine = task.attempt(0)
+    task.write_shards(mine, 9, 0)
+    failed = task.write_shards(mine, 10, 1)
+    task.write_shards(mine, 11, 2)  # goes on meanwhile
+    mine.shards.sweep_through(failed)
+    assert mine.flush(PATIENCE)
+    assert task.shards(0) == ["step-11/0-2"]
+    mine.finish(PATIENCE)
+    assert task.shards(0) == []
+
+
+def test_attempt_that_starts_removes_what_those_before_have_not_finished(task: Task) -> None:
+    mine = task.attempt(0)
+    task.save_shards(mine, 10)
+    task.write_shards(mine, 11, 1)
+    mine.fence(1)
+    assert mine.flush(PATIENCE)
+    assert task.shards(0) == ["step-10/0-0"]
+    task.save_shards(mine, 11, attempt=1)
+    assert [entry.step for entry in mine.sharded[::-1]] == [11, 10]
+
+
+def test_driver_that_lost_its_folder_removes_no_checkpoint_of_the_driver_that_took_over(task: Task) -> None:
+    suspended = task.attempt(0)
+    task.save_shards(suspended, 1)
+    successor = task.went_on(0, previous=0)
+    task.save_shards(successor, 2, 3)
+    suspended.fence(9)  # the suspended driver wakes up
+    assert suspended.flush(PATIENCE)
+    assert task.listed(0) == [3, 2]
+    assert task.shards(0) == ["step-2/0-0", "step-3/0-1"]
+
+
+def test_who_keeps_less_drops_older_shards_with_the_first_save_only(task: Task) -> None:
+    """Until then, the newest may be found damaged, and the ranks load an older one."""
+    task.keep = Keep(last=3)
+    task.save_shards(task.attempt(0), 10, 11, 12)
+    task.keep = Keep(last=1)
+    second = task.went_on(0, previous=0)
+    second.hold([])  # as an evaluation's end does
+    assert second.flush(PATIENCE)
+    assert [entry.step for entry in second.sharded[::-1]] == task.listed(0) == [12, 11, 10]
+    assert len(task.shards(0)) == 3
+    task.save_shards(second, 13)
+    assert [entry.step for entry in second.sharded[::-1]] == task.listed(0) == [13]
+    assert task.shards(0) == ["step-13/0-0"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_manifest_that_is_cut_off_costs_no_shards(task: Task, number: int) -> None:
+    task.save_shards(task.attempt(0), 10)
+    (task.stored(0) / MANIFEST).write_text("{")
+    assert task.went_on(number, previous=0).sharded == []
+    assert task.shards(0) == ["step-10/0-0"]
+
+
+@pytest.mark.parametrize(("content", "found"), [('{"checkpoints": []}', 1), ('{"format": 5, "all": []}', 5)])
+def test_checkpoints_of_another_version_are_refused_and_stay(task: Task, content: str, found: int) -> None:
+    task.save_shards(task.attempt(0), 10)
+    (task.stored(0) / MANIFEST).write_text(content)
+    with pytest.raises(GangStartError, match=rf"of format {found}, which another version .* reads format 4"):
+        task.went_on(1, previous=0)
+    assert task.shards(0) == ["step-10/0-0"]
+    assert (task.stored(0) / MANIFEST).read_text() == content
+
+
+def test_next_attempt_of_a_task_removes_what_the_one_before_has_not_finished(task: Task) -> None:
+    first = task.attempt(0)
+    task.save_shards(first, 10)
+    task.write_shards(first, 11, 1)
+    assert [entry.step for entry in task.went_on(1, previous=0).sharded] == [10]
+    assert task.shards(0) == ["step-10/0-0"]
+
+
+def test_shards_that_a_manifest_may_name_are_not_removed(
+    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage took the manifest, but its answer was lost: whoever reads it finds what it names."""
+
+    def write(path: str, data: bytes) -> None:
+        Store.write(store, path, data)
+        raise TimeoutError("no answer")
+
+    mine = task.attempt(0)
+    monkeypatch.setattr(store, "write", write)
+    for number, step in enumerate((7, 8, 9)):
+        mine.add(task.write_shards(mine, step, number))
+        until(lambda step=step: (task.stored(0) / MANIFEST).exists() and step in task.listed(0), "the manifest")
+    mine.fence(1)
+    assert not mine.flush(0.2)
+    assert len(task.shards(0)) == 3
+    monkeypatch.undo()
+    assert mine.flush(PATIENCE)
+    assert task.listed(0) == [9, 8]
+    assert task.shards(0) == ["step-8/0-1", "step-9/0-2"]
+
+
+def test_what_the_user_keeps_beside_the_shards_stays(task: Task) -> None:
+    first = task.attempt(0)
+    task.save_shards(first, 1)
+    [named] = [Path(entry.uri) for entry in first.sharded]
+    mine = [named / "notes.txt", task.stored(0) / "step-9" / "0-1-final" / "model.safetensors"]
+    mine[1].parent.mkdir(parents=True)
+    for path in mine:
+        path.write_text("mine")
+    task.save_shards(first, 2, 3, 4)
+    task.went_on(0, previous=0)
+    assert all(path.exists() for path in mine)
+    assert names(named) == ["notes.txt"]
+
+
+# ---- Where they lie -------------------------------------------------------------------------------------------------
+
+
+class InFlyte(Execution):
+    """Has a folder for each attempt."""
+
+    name = "a1b2"
+
+    def __init__(self, attempt: str, previous: str | None = None) -> None:
+        self.paths = StoragePaths(files=Files(LocalFileSystem()), previous=previous, own=f"/flyte/{attempt}/gang")
+
+    def checkpoint_paths(self, key: str) -> StoragePaths | None:
+        return self.paths
+
+
+def place_of(execution: Execution, settings: Gang, scratch: Path) -> Shards:
+    def opened(uri: str) -> Any:
+        raise AssertionError("nobody asked for it")
+
+    return Shards(settings, storage_of(execution, "train-1", settings), scratch, opened, Worker(), list)
+
+
+def test_shards_lie_beside_the_other_checkpoints_or_in_a_folder_that_is_removed_with_the_driver(tmp_path: Path) -> None:
+    place = place_of(Execution(), Gang(), tmp_path)
+    assert place.token is not None
+    assert Path(place.base).parent == place.token.parent == tmp_path
+    place = place_of(InFlyte("n0-1", "file:///flyte/n0-0/gang"), Gang(), tmp_path)
+    assert (place.base, place.previous) == ("/flyte/n0-1/gang", "/flyte/n0-0/gang")
+
+
+def test_uri_in_a_flyte_task_holds_the_shards_of_each_attempt_apart(tmp_path: Path) -> None:
+    attempts = [InFlyte("n0-0"), InFlyte("n0-1", "/flyte/n0-0/gang"), InFlyte("n1-0")]
+    places = [place_of(each, Gang(checkpoint_uri="s3://bucket/shards/"), tmp_path) for each in attempts]
+    assert [place.previous for place in places] == [None, places[0].base, None]
+    assert [place.base.startswith("s3://bucket/shards/a1b2/") and place.token is None for place in places] == [True] * 3
+    assert len({place.base for place in places}) == 3
+
+
+def test_uri_outside_flyte_holds_all_of_each_gang_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for uri in (str(tmp_path / "kept"), f"file://{tmp_path}/kept/", "kept"):
+        place = place_of(Execution(), Gang(checkpoint_uri=uri), tmp_path)
+        assert place.base == place.previous == str(tmp_path / "kept" / "train-1")
+        assert place.token is not None
+        assert str(place.token.parent) == place.base  # a folder that the ranks' machines may share
+
+
+def test_folder_that_cannot_be_written_is_an_error_at_the_start_that_says_what_named_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    place = place_of(Execution(), Gang(checkpoint_uri=str(tmp_path / "file")), tmp_path)
+    told = rf"^Gang\(checkpoint_uri=...\): {tmp_path}/file/train-1 cannot be used \(NotADirectoryError: .*Check"
+    with pytest.raises(OSError, match=told):
+        place.begin(follows=False)
+
+
+@pytest.mark.parametrize("who", ["owns", "can write to"])
+@pytest.mark.parametrize("what", [".", MANIFEST, "step-*.pt"])
+def test_checkpoints_that_another_user_may_have_written_are_not_gone_on_from(
+    tmp_path: Path, what: str, who: str
+) -> None:
+    settings = Gang(checkpoint_uri=str(tmp_path / "all"))
+    before = os.umask(0)
+    try:
+        paths = storage_of(Execution(), "same", settings)
+        assert paths is not None
+        for name in (MANIFEST, "step-1-abc.pt"):
+            paths.files.write(f"{paths.own}/{name}", b"weights")
+    finally:
+        os.umask(before)
+    assert storage_of(Execution(), "same", settings) is not None
+    [path] = [Path(paths.own)] if what == "." else Path(paths.own).glob(what)
+    give_away(path, who)
+    with pytest.raises(PermissionError, match=str(path)):
+        storage_of(Execution(), "same", settings)
 
 
 # ---- A real object store --------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.link import unwrapped
+from flytekitplugins.daskpytorch.rank.transfers import Transfers
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
-from flytekitplugins.daskpytorch.settings import Gang
+from flytekitplugins.daskpytorch.settings import Gang, Keep
 from gangs import order_for
 from processes import until
 
@@ -44,17 +45,15 @@ class TrainingState:
 class FakeLink:
     """Announces what was saved, and has each checkpoint arrive in the same way."""
 
+    transfers: Transfers
     progress: Progress
     announce: Callable[[CheckpointEntry], None]
     awaited: Future[Answer]
     kept: Sequence[SavedCheckpoint] = ()
-    failures: list[str] = dataclasses.field(default_factory=list)
 
     def send(self, said: Written) -> None:
-        if said.failure is None:
-            self.announce(said.entry)
-        else:
-            self.failures.append(said.failure)
+        assert said.failure is None
+        self.announce(said.entry)
 
     def ask(self, question: Question, about: tuple[bool, int | None]) -> Future[Answer]:
         return self.awaited
@@ -70,7 +69,6 @@ class Rank:
     folder: Path
     announced: list[CheckpointEntry] = dataclasses.field(default_factory=list)
     progress: Progress = dataclasses.field(default_factory=Progress)
-    failures: list[str] = dataclasses.field(default_factory=list)
 
     def checkpoint(
         self,
@@ -80,12 +78,13 @@ class Rank:
         timeout: float = 10.0,
         arrival: Future[Answer] | None = None,
         announce: Callable[[CheckpointEntry], None] | None = None,
+        best_by: str | None = None,
     ) -> RankCheckpoint:
-        order = order_for(attempt=2, checkpoint=start, settings=Gang(start_timeout=timeout))
-        if not is_main:
-            order = dataclasses.replace(order, place=dataclasses.replace(order.place, rank=1))
-        link: Any = FakeLink(self.progress, announce or self.lend, arrival or arrived(), failures=self.failures)
-        return RankCheckpoint(dataclasses.replace(order, driver_folder=str(self.folder)), link)
+        keep = Keep(best=1, metric=best_by) if best_by is not None else Keep()
+        order = order_for(attempt=2, checkpoint=start, settings=Gang(start_timeout=timeout, keep=keep))
+        transfers = Transfers(dataclasses.replace(order, driver_folder=str(self.folder)))
+        link: Any = FakeLink(transfers, self.progress, announce or self.lend, arrival or arrived())
+        return RankCheckpoint(order.job, int(not is_main), link)
 
     def lend(self, file: CheckpointEntry) -> None:
         """Note what was saved, and give it the name by which a driver lends it."""
@@ -371,23 +370,20 @@ def test_what_is_no_metric_is_refused_before_anything_is_copied(
 
 
 def test_nobody_waits_for_ever_for_rank_0_to_ask(rank: Rank) -> None:
-    checkpoint = rank.checkpoint(is_main=False, timeout=0.01, arrival=Future())
-    checkpoint._best_by = "loss"
+    checkpoint = rank.checkpoint(is_main=False, timeout=0.01, arrival=Future(), best_by="loss")
     with pytest.raises(TimeoutError, match=r"the best checkpoint, for which rank 0 has to ask, too, did not arrive"):
         checkpoint.load(best=True)
 
 
 @pytest.mark.parametrize(("best_by", "step"), [(None, None), ("loss", 3)])
 def test_the_best_must_be_said_and_be_all_that_is_asked_for(rank: Rank, best_by: str | None, step: Any) -> None:
-    checkpoint = rank.checkpoint()
-    checkpoint._best_by = best_by
+    checkpoint = rank.checkpoint(best_by=best_by)
     with pytest.raises(ValueError, match=r"Gang\(keep=Keep\(best=1, metric=...\)\)\. The gang's metric is"):
         checkpoint.load(best=True, step=step)
 
 
 def test_what_is_saved_just_before_is_written_before_the_best_is_asked_for(rank: Rank) -> None:
-    checkpoint = rank.checkpoint(announce=lambda file: (time.sleep(0.3), rank.lend(file))[1])
-    checkpoint._best_by = "loss"
+    checkpoint = rank.checkpoint(announce=lambda file: (time.sleep(0.3), rank.lend(file))[1], best_by="loss")
     checkpoint.save({}, 4)
     assert checkpoint.load(best=True) is None
     assert [file.step for file in rank.announced] == [4]

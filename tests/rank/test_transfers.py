@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.job import LargeCall
 from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN, Transfers
-from flytekitplugins.daskpytorch.settings import Keep
+from flytekitplugins.daskpytorch.settings import Gang
 from gangs import order_for
 
 ARGUMENTS = b"arguments" * 1000
@@ -29,7 +29,7 @@ class Driver:
     """Takes and serves files, by a vault and over real connections."""
 
     def __init__(self, folder: Path) -> None:
-        self.vault = Vault(None, Keep(), folder)
+        self.vault = Vault(Gang(), None, folder)
         self.requests: list[Transfer] = []
         self.meddle: Callable[[Connection], None] = lambda _: None
         self.listener: Listener = listening(TOKEN, queue.SimpleQueue(), self._serve)

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import Client
 from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from flytekitplugins.daskpytorch import Gang, GangStartError, Keep, current_rank, dispatch
 from flytekitplugins.daskpytorch.errors import PreemptedError
@@ -56,7 +57,6 @@ def count(steps: int) -> list[int]:
     rank, state = current_rank(), {"sum": torch.zeros(1)}
     first = rank.checkpoint.load_sharded(state) or 0
     for step in range(first, steps):
-        dist.all_reduce(torch.ones(1))
         state["sum"] += step + 1
         rank.checkpoint.save_sharded(state, step + 1)
     return [first, int(state["sum"])]
@@ -92,6 +92,42 @@ def test_gangs_of_other_sizes_go_on_from_the_same_place_which_has_the_last_check
         before = results[0]["end"]
     kept = {path.partition("/gang/")[2].partition("/")[0] for path in open_filesystem(uri).find(uri)}
     assert kept == {"manifest.json", *(f"step-{step}" for step in (6, 7, 8)[-Keep().last :])}
+
+
+def train_for_the_best() -> dict[str, Any]:
+    """Overshoot; the best model, gathered, and what it was when it was saved. Beside it, a whole state of each step."""
+    rank = current_rank()
+    model = torch.nn.Linear(3, 5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (rank.world_size,)))
+    optimizer = torch.optim.SGD(model.parameters())
+    then: dict[int, Any] = {}
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.7)):
+        for parameter in model.parameters():
+            parameter.data.fill_(float(step))
+        then[step] = whole(model, optimizer)
+        rank.checkpoint.save_sharded(state_of(model, optimizer), step, metrics={"loss": loss})
+        rank.checkpoint.save({"step": step}, step, metrics={"loss": loss})
+        until(lambda step=step: [kept.step for kept in rank.checkpoint.list()].count(step) == 2, f"step {step}")
+    state = state_of(model, optimizer)
+    found = [rank.checkpoint.load_sharded(state, best=True)]
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    best = whole(model, optimizer)
+    assert rank.checkpoint.loaded is not None
+    found += [rank.checkpoint.loaded.step, rank.checkpoint.load_sharded(state, step=4)]
+    found += [rank.checkpoint.load(best=True)["step"], rank.checkpoint.load(step=4)["step"]]
+    try:
+        rank.checkpoint.load_sharded(state, step=3)
+    except LookupError as error:  # on all ranks, or the others would wait
+        return {"found": found, "best": best, "then": then[2], "refused": str(error)}
+    raise AssertionError("step 3 is kept, too")
+
+
+def test_all_ranks_load_the_best_and_their_parts_of_it() -> None:
+    for result in on_this_machine(train_for_the_best, keep=Keep(last=1, best=1, metric="loss")).result():
+        assert result["found"] == [2, 2, 4, 2, 4]
+        for key, value in result["then"].items():
+            assert value.equal(result["best"][key]) if isinstance(value, torch.Tensor) else value == result["best"][key]
+        assert "Steps of kept checkpoints: 2, 2, 4, 4" in result["refused"]
 
 
 def test_gang_that_is_told_to_end_commits_its_last_shards_and_says_so(tmp_path: Path) -> None:

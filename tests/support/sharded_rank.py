@@ -7,11 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    CheckpointEntry,
-    Sharding,
-    Written,
-)
+from flytekitplugins.daskpytorch.process.worker import Worker
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding, Written
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
 
 NONCE = "nonce"
@@ -34,8 +31,9 @@ class Rank:
         self.num_moves = 0
         self.checkpoints = ShardedCheckpoints(
             Sharding(base=self.base, nonce=NONCE, token=token, start=tuple(start)),
-            attempt=attempt,
-            rank=current_rank().rank,
+            attempt,
+            current_rank().rank,
+            Worker(),
             report=self.reports.append,
             moved=self._move,
         )

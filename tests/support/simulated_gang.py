@@ -11,12 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsspec.implementations.local import LocalFileSystem
-
 from clock import Clock
 from flytekitplugins.daskpytorch.driver.agents import Action, Agents
 from flytekitplugins.daskpytorch.driver.brain import Brain
-from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -30,7 +27,6 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import (
     CheckpointEntry,
     Written,
     folder_name,
-    save_of,
 )
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
@@ -158,17 +154,6 @@ class Agent:
         pass
 
 
-class MoodyVault(Vault):
-    """A vault whose storage may fail at commits."""
-
-    fails = False
-
-    def name(self, *made: CheckpointEntry) -> None:
-        if self.fails and made:
-            raise OSError("the storage is not in the mood")
-        super().name(*made)
-
-
 class Jobs(Worker):
     """Work with storage is done when a test says so."""
 
@@ -285,18 +270,14 @@ class World:
         self.folder = folder
         self.settings = Gang(**settings)
         self.jobs = Jobs()
-        self.checkpoints = MoodyVault(storage, self.settings.keep, folder, self.jobs)
+        self.checkpoints = Vault(self.settings, storage, folder, worker=self.jobs)
         self.watcher = Watcher()
         self.received = ReceivedResults()
         self.calls: deque[Action] = deque()
-        self.committer = Committer(
-            self.settings, None, self.checkpoints, folder, lambda _: LocalFileSystem(), self._hear_of_commit
-        )
         self.written: dict[tuple[int, int], set[int]] = {}
-        """By attempt and number of a save that all ranks have written: the ranks."""
+        """By attempt and number of a save that all ranks have written and rank 0 has reported: the ranks."""
         self.unwritten: set[tuple[int, int]] = set()
         """Saves that a rank cannot write, by attempt and number."""
-        self.commits, self.given_up = set[tuple[int, int]](), set[tuple[int, int]]()
         self.agents: list[Agent] = []
         self.starts: list[messages.Start] = []
         """The first order of each attempt."""
@@ -334,7 +315,7 @@ class World:
         gang = Assembled(
             request,
             self.register,
-            self.committer,
+            self.checkpoints,
             observers,
             self.received,
             self._evaluate,
@@ -562,7 +543,7 @@ class World:
             self.complaints.append(f"attempt {order.job.attempt} starts from {step}; {self.committed} was kept")
         sharding = order.job.sharding
         found = sharding.start[0].uri.rpartition("/")[2].split("-")[:2] if sharding and sharding.start else None
-        newest = max(self.commits, default=None)
+        newest = max(self.written, default=None)
         if found != (None if newest is None else list(map(str, newest))):
             self.complaints.append(f"attempt {order.job.attempt} starts from the shards {found}; {newest} were kept")
 
@@ -652,9 +633,10 @@ class World:
             rank.number, rank.has_written = number + 1, False
         main = next(agent for agent in self.connected() if 0 in agent.ranks)
         failure = "PermissionError: no rights (rank 1)" if (attempt, number) in self.unwritten else None
-        if failure is None:
+        written = self.shards(attempt, number, failure)
+        self.report(main, 0, written)
+        if written.entry in self.checkpoints.sharded:
             self.written[attempt, number] = {rank.rank for rank in writing}
-        self.report(main, 0, self.shards(attempt, number, failure))
 
     def write_shard(self, attempt: int, rank: int, number: int) -> None:
         """A rank's part lies where it should."""
@@ -672,7 +654,7 @@ class World:
         return Written(made, failure)
 
     def save_shards(self) -> None:
-        """All ranks write a sharded checkpoint, which is committed."""
+        """All ranks write a sharded checkpoint, and the driver its manifest."""
         for agent in self.connected():
             self.write_shards(agent)
         self.work()
@@ -680,15 +662,9 @@ class World:
 
     def work(self) -> None:
         """Storage is written to, as far as there is something to write."""
-        while (job := self.jobs.first()) is not None:
-            self.jobs.do(job)
+        while self.jobs.jobs:
+            self.jobs.do(self.jobs.jobs[0])
             self.feed()
-
-    def _hear_of_commit(self, committed: Committed) -> None:
-        save = save_of(committed.entry.name)
-        assert save is not None
-        (self.commits if committed.error is None else self.given_up).add(save[0])
-        self.calls.append(functools.partial(self.saving.note_commit, committed))
 
     def fail(self, agent: Agent, rank: int, error: Exception) -> None:
         """A rank's function raises."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Keep, StoppedEarlyError, dispatch
+from flytekitplugins.daskpytorch import Gang, StoppedEarlyError, dispatch
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, digest_of
@@ -95,7 +95,7 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     path = tmp_path / "state.pt"
     path.write_bytes(b"a state")
     file = CheckpointEntry(attempt=1, step=5, size=7, digest=digest_of(path))
-    vault = Vault(model.paths, Keep(), tmp_path)
+    vault = Vault(Gang(), model.paths, tmp_path)
     path.rename(tmp_path / file.name)
     vault.add(file)
     assert vault.flush(60)
@@ -104,7 +104,7 @@ def test_checkpoints_lie_beside_it_and_come_after_the_records(uri: str, tmp_path
     assert sorted(name.rpartition("/")[2] for name in fs.find(folder)) == sorted(["begun.pkl", MANIFEST, file.name])
     assert SweepStorage(uri, "grid").open(train, [])[7].records == RECORDS
     (tmp_path / "disk").mkdir()
-    vault = Vault(model.paths, Keep(), tmp_path / "disk")
+    vault = Vault(Gang(), model.paths, tmp_path / "disk")
     found = vault.restore()
     assert found is not None
     assert vault.flush(60)

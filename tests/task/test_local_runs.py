@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flytekitplugins.daskpytorch import Keep
+from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.flyte import context
@@ -41,7 +41,7 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
     source = scratch / "checkpoint"
     source.write_bytes(b"weights %d" % step)
     file = CheckpointEntry(attempt=0, step=step, size=source.stat().st_size, digest=digest_of(source))
-    vault = Vault(paths, Keep(), scratch)
+    vault = Vault(Gang(), paths, scratch)
     with contextlib.closing(vault.worker):
         source.rename(scratch / file.name)
         vault.add(file)
@@ -52,12 +52,14 @@ def save(run: LocalRun, step: int, scratch: Path, key: str = "gang") -> Checkpoi
 
 def name_shards(run: LocalRun, folder: str = "/nowhere") -> None:
     """Name a sharded checkpoint of step 3 in the manifest of a run's gang."""
-    vault = Vault(run.paths("gang"), Keep(), Path("/nowhere"))
-    vault.name(CheckpointEntry(attempt=0, step=3, folder=folder, shards="step-3/0-0-ab", size=5, digest="d"))
+    vault = Vault(Gang(), run.paths("gang"), Path("/nowhere"))
+    with contextlib.closing(vault.worker):
+        vault.add(CheckpointEntry(attempt=0, step=3, folder=folder, shards="step-3/0-0-ab", size=5, digest="d"))
+        assert vault.flush(60)
 
 
 def restored(run: LocalRun, scratch: Path, key: str = "gang") -> bytes | None:
-    vault = Vault(run.paths(key), Keep(), scratch)
+    vault = Vault(Gang(), run.paths(key), scratch)
     with contextlib.closing(vault.worker):
         found = vault.restore()
         assert vault.flush(60)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.rank import checkpoint_files
-from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
+from flytekitplugins.daskpytorch.rank.checkpoint import KeptFiles, keep_files
 from flytekitplugins.daskpytorch.rank.libraries import require
+from flytekitplugins.daskpytorch.rank.sharded import gathered
 
 MINIMUM_VERSION = "2.6"
 """Killed and resumed trainings had a wrong result under Lightning 2.4."""
@@ -148,7 +148,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random generators of all ranks, which each checkpoint has in addition to Lightning's state."""
-        return {"generators": checkpoint_files.gathered(_generators())}
+        return {"generators": gathered(_generators())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore this rank's random generators. In a larger gang than the saved one, additional ranks keep theirs."""
@@ -165,7 +165,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
     def _save(self, trainer: Trainer, metrics: Mapping[str, Any] | None = None) -> None:
         with TemporaryDirectory() as folder:
             trainer.save_checkpoint(Path(folder) / FILE)
-            checkpoint_files.keep(Path(folder), trainer.global_step, metrics=metrics)
+            keep_files(Path(folder), trainer.global_step, metrics=metrics)
 
 
 def _generators() -> bytes:

@@ -14,8 +14,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.rank import checkpoint_files
-from flytekitplugins.daskpytorch.rank.checkpoint_files import KeptFiles
+from flytekitplugins.daskpytorch.rank.checkpoint import KeptFiles, keep_files
 from flytekitplugins.daskpytorch.rank.libraries import require
 
 __all__ = ["GangCallback"]
@@ -99,7 +98,7 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         step, metrics = self._evaluated
         own = [f"rng_state_{args.process_index}.pth"]
-        checkpoint_files.keep(folder, state.global_step, own, metrics if step == state.global_step else {})
+        keep_files(folder, state.global_step, own, metrics if step == state.global_step else {})
 
     def on_log(
         self,

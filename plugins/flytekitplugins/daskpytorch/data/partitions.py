@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
+from flytekitplugins.daskpytorch.rank.sharded import gathered
 
 if TYPE_CHECKING:
     from distributed import Client, Future, Scheduler

@@ -111,7 +111,7 @@ class Tracker(View):
     def _offer(self, job: Job) -> None:
         if not self._is_open:
             return
-        if len(self._worker.jobs()) >= MAX_WAITING:
+        if len(self._worker.jobs) >= MAX_WAITING:
             self._num_dropped += 1
             return
         self._put(job)

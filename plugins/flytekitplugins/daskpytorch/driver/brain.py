@@ -58,7 +58,6 @@ class Brain:
         self._late: set[int] = set()
         self._deadline = 0.0
         self._settled_at = 0.0
-        self._ended_at = 0.0
         self._wake_at = state.asked_at
         self._results: list[Any] | None = None
         self._phase: Phase = self._begin_to_gather()
@@ -224,7 +223,6 @@ class Brain:
     def _begin_to_settle(self) -> Phase:
         attempt = self._attempt
         self._state.enter("settling")
-        self._ended_at = self._now()
         if is_complete(self._state, attempt):
             if (count := len(attempt.ranks_of)) < (num_wanted := self._agents.num_wanted):
                 self._observers.note(f"ended with {count} of {num_wanted} workers, as min_workers allows")
@@ -238,25 +236,14 @@ class Brain:
         attempt = self._attempt
         if self._state.blocks(Moment.LEAVE):
             return self._wait()
-        if not (self._state.blocks(Moment.RESULT) and self._waits_for_checkpoints(self._settings.start_timeout)):
-            self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
+        self._results = [attempt.results[rank] for rank in range(attempt.world_size)]
         return None
 
-    def _waits_for_checkpoints(self, timeout: float) -> bool:
-        limit = self._ended_at + timeout
-        if (rest := limit - self._now()) > 0:
-            self._observers.remind(f"waiting until the newest checkpoint is complete, for at most {rest:.0f} s more")
-            self._wait(limit)
-        return rest > 0
-
-    def _settle(self) -> Phase | None:
+    def _settle(self) -> Phase:
         if self._observers.stopped_early is not None:
             raise self._observers.stopped_early
         if self._late:
             raise self._attempt.not_formed(self._settings.start_timeout, self._late)
-        limit = self._deadlines.upload if self._is_last() else self._settings.start_timeout
-        if self._state.blocks(Moment.RESTART) and self._waits_for_checkpoints(limit):
-            return None
         return self._go_on()
 
     def _go_on(self) -> Phase:
@@ -302,8 +289,7 @@ class Brain:
 
     def _failure(self, attempt: Attempt) -> AttemptFailure:
         # The stop request itself may make a rank fail.
-        is_on_its_way = self._state.blocks(Moment.RESTART) or self._state.stop_request is not None
-        gets_further = attempt.has_progressed or is_on_its_way
+        gets_further = attempt.has_progressed or self._state.stop_request is not None
         root, has, adapts = attempt.root_failure(), attempt.has_delivered, attempt.adapts
         return AttemptFailure.of(root, gets_further=gets_further, has_delivered=has, adapts=adapts)
 

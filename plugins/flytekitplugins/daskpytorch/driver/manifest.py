@@ -1,22 +1,21 @@
 """Manifest of a gang's checkpoints in storage, and the retention policy: last and best. Runs in the driver.
 
-manifest.json: {"format": 4, "checkpoints": [...]}    the newest first, sharded ones after whole ones
+manifest.json: {"format": 4, "checkpoints": [...]}    the newest first
 """
 
 import contextlib
 import functools
 import json
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.errors import GangStartError
-from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.streams import say
+from flytekitplugins.daskpytorch.process.worker import with_retries
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, digest_of
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
@@ -25,25 +24,8 @@ from flytekitplugins.daskpytorch.settings import Keep
 MANIFEST = "manifest.json"
 FORMAT = 4
 """Earlier formats were never released. Format 1 named no format."""
-MAX_READ_ATTEMPTS = 5
 E = TypeVar("E", CheckpointEntry, SavedCheckpoint)
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class Whole:
-    """A whole (not sharded) checkpoint: on the driver's disk, in storage, or both."""
-
-    file: CheckpointEntry
-    state: tuple[int, ...] | None
-    """Device, inode, size and modification time of the driver's file when its digest was right: while these stay, the
-    digest need not be computed again. None: not on the driver's disk."""
-    folder: str | None = None
-    """In storage, perhaps an earlier attempt's. None: storage has no copy."""
-
-    def is_intact_at(self, path: Path) -> bool:
-        found = state_of(path)
-        return found is not None and (found == self.state or digest_of(path) == self.file.digest)
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
@@ -69,12 +51,6 @@ def retained(entries: Sequence[E], keep: Keep, is_held: Callable[[E], bool] = la
     """Return the checkpoints that the policy keeps, in their given order: the newest, and all that `is_held`, too."""
     stay = {id(entry) for entry in (*entries[-keep.last :], *best_first(entries, keep)[: keep.best])}
     return [entry for entry in entries if id(entry) in stay or is_held(entry)]
-
-
-def evaluated(entry: CheckpointEntry, name: str, metrics: Mapping[str, float]) -> CheckpointEntry:
-    if entry.name != name:
-        return entry
-    return replace(entry, metrics={**entry.metrics, **metrics}, is_evaluated=True)
 
 
 def hint_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
@@ -108,19 +84,13 @@ def read(files: Files, folder: str) -> list[CheckpointEntry] | None:
                 f"written; this one reads format {FORMAT}. Go on with that version. Or start afresh: name another "
                 "Gang(checkpoint_uri=...) or Gang(key=...), or move the folder away"
             )
-        return [CheckpointEntry(**entry | {"metrics": _numbers(entry)}) for entry in written["checkpoints"]]
+        return [_entry(named, folder) for named in written["checkpoints"]]
     return None
 
 
-def fetch(files: Files, file: CheckpointEntry, target: Path) -> bool:
-    """Copy a whole checkpoint from storage. Return False if its file is missing or has another digest."""
-    with contextlib.suppress(FileNotFoundError):
-        files.get(f"{file.folder}/{file.name}", target)
-    return target.is_file() and digest_of(target) == file.digest
-
-
-def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in entry.get("metrics", {}).items()}
+def _entry(named: dict[str, Any], folder: str) -> CheckpointEntry:
+    metrics = {name: float(value) for name, value in named.get("metrics", {}).items()}
+    return CheckpointEntry(**named | {"metrics": metrics, "folder": named.get("folder") or folder})
 
 
 # ---- Checkpoints of the previous attempt, or of an earlier call
@@ -128,13 +98,11 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass
 class Previous:
-    found: list[CheckpointEntry] = field(default_factory=list)
-    """Copied to the driver's disk, the newest first."""
     listed: list[CheckpointEntry] = field(default_factory=list)
-    """All whole ones in the manifest, the newest first."""
-    damaged: set[str] = field(default_factory=set)
-    sharded: list[CheckpointEntry] = field(default_factory=list)
-    """The newest last."""
+    """All in the manifest, the newest first."""
+    found: list[CheckpointEntry] = field(default_factory=list)
+    """Whole ones that were copied to the driver's disk, the newest first."""
+    damaged: list[CheckpointEntry] = field(default_factory=list)
     is_known: bool = False
     """The manifest was read. Otherwise the driver cannot tell which older checkpoints to keep."""
 
@@ -146,8 +114,22 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
     (seconds).
     """
     previous = Previous()
+
+    def tell(error: Exception) -> None:
+        say(f"the previous checkpoint cannot be read yet ({type(error).__name__}: {error}); trying again")
+
+    def retried(act: Callable[[], T]) -> T:
+        return with_retries(act, [retry_after * 2**number for number in range(4)], tell, final=(GangStartError,))
+
     try:
-        _restore(previous, files, folder, keep, disk, retry_after)
+        named = retried(lambda: read(files, folder))
+        previous.listed, previous.is_known = named or [], named is not None
+        whole = [entry for entry in previous.listed if not entry.is_sharded]
+        best = best_first(reversed(whole), keep)[: keep.best]
+        for entry in whole:
+            if not previous.found or entry in best:
+                is_whole = retried(functools.partial(_fetch, files, entry, disk / entry.name))
+                (previous.found if is_whole else previous.damaged).append(entry)
     except GangStartError:
         raise
     except Exception as error:  # storage clients raise errors of any class
@@ -160,36 +142,13 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
     return previous
 
 
-def _restore(previous: Previous, files: Files, folder: str, keep: Keep, disk: Path, retry_after: float) -> None:
-    named = _with_retries(functools.partial(read, files, folder), retry_after)
-    listed, previous.is_known = named or [], named is not None
-    previous.sharded = [entry for entry in reversed(listed) if entry.is_sharded]
-    previous.listed = [replace(file, attempt=0, folder=file.folder or folder) for file in listed if not file.is_sharded]
-    best = best_first(reversed(previous.listed), keep)[: keep.best]
-    for file in previous.listed:
-        if previous.found and file not in best:
-            continue
-        if _with_retries(functools.partial(fetch, files, file, disk / file.name), retry_after):
-            previous.found.append(file)
-        else:
-            previous.damaged.add(file.name)
-            say(
-                f"the previous attempt's checkpoint of step {file.step} is incomplete or damaged, and is not "
-                f"used: {file.folder}/{file.name} is missing or has another SHA-256 than in the manifest"
-            )
-
-
-def _with_retries(read: Callable[[], T], retry_after: float) -> T:
-    for number in range(MAX_READ_ATTEMPTS - 1):
-        try:
-            return read()
-        except GangStartError:
-            raise
-        except Exception as error:
-            pause = retry_after * 2**number
-            say(
-                f"the previous checkpoint cannot be read yet ({type(error).__name__}: {error}); trying again in "
-                f"{pause:g} s"
-            )
-            time.sleep(pause)
-    return read()
+def _fetch(files: Files, entry: CheckpointEntry, target: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        files.get(entry.uri, target)
+    if target.is_file() and digest_of(target) == entry.digest:
+        return True
+    say(
+        f"the previous attempt's checkpoint of step {entry.step} is incomplete or damaged, and is not used: "
+        f"{entry.uri} is missing or has another SHA-256 than in the manifest"
+    )
+    return False

@@ -39,8 +39,6 @@ class Moment(enum.Enum):
     STOP = "the ranks of a failed attempt are stopped"
     CHOICE = "ranks get the best checkpoint"
     LEAVE = "ranks leave, as the functions of all ranks have returned"
-    RESULT = "the gang ends with its results"
-    RESTART = "the gang restarts, or ends with an error"
 
 
 class Part:

@@ -31,7 +31,7 @@ class Deadlines:
     """Seconds for the parts of a gang's end.
 
     After SIGTERM the sum is at most 1.5 grace periods. It is more only if the driver has to end ranks whose trackers
-    close slowly (`close`), or whose checkpoints are still on their way (`upload`).
+    close slowly (`close`).
 
     SIGTERM ── `grace_period` ──▶ ranks have stopped ── `storage` ──▶ their checkpoint is stored ── `results` ──▶ end
     """
@@ -52,7 +52,6 @@ class Deadlines:
         """Additional time for rank 0 after the last attempt's stop order, if it has observers to close."""
         self.all_stopped = grace_period * 0.75
         """Time for all ranks' exits, before silent nodes count as lost. Longer than every rank's own timeout."""
-        self.upload = grace_period / 2
         self.dismiss = grace_period / 4
 
 

@@ -4,6 +4,7 @@ Runs in the driver.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -13,16 +14,19 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.streams import say
+from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import pickling
-from flytekitplugins.daskpytorch.protocol.files import Files
+from flytekitplugins.daskpytorch.protocol.checkpoints import OBJECT, CheckpointEntry, Sharding, save_of
+from flytekitplugins.daskpytorch.protocol.files import Files, full_path, unusable
 from flytekitplugins.daskpytorch.protocol.function import key_of
 from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.settings import Gang
@@ -131,6 +135,98 @@ def start_of(storage: StoragePaths | None, settings: Gang, step: int | None) -> 
 
 keys = Keys()
 """Keys of this process's gangs."""
+
+
+class Shards:
+    """Folder to which ranks write sharded checkpoints."""
+
+    def __init__(
+        self,
+        settings: Gang,
+        paths: StoragePaths | None,
+        disk: Path,
+        filesystem: Callable[[str], Any],
+        worker: Worker,
+        committed: Callable[[], Collection[str]],
+    ) -> None:
+        """`disk` is removed with the driver's end, and holds the checkpoints if `paths` is None.
+
+        `committed` returns the names of saves that stay.
+        """
+        self._filesystem = filesystem
+        self._worker = worker
+        self._committed = committed
+        self._has_complained = False
+        self.nonce = secrets.token_hex(4)
+        self.base = paths.shards or paths.own if paths is not None else str(disk / "shards")
+        """Path or fsspec URL. Contains a folder for each sharded checkpoint."""
+        self.previous = paths.previous_shards or paths.previous if paths is not None else None
+        """Folder with the sharded checkpoints of the task's previous attempt or call, perhaps `base`, or None."""
+        self.token: Path | None = None
+        """File by which ranks check that they share the driver's folder `base`. None for a URL."""
+        if "://" not in self.base or self.base.startswith("file://"):
+            self.base, self.previous = full_path(self.base), self.previous and full_path(self.previous)
+            users = settings.checkpoint_uri is not None  # perhaps on a disk that the ranks' machines share
+            self.token = Path(self.base if users else disk, f".driver-{secrets.token_hex(4)}")
+
+    @functools.cached_property
+    def files(self) -> Files:
+        """Opened at first use, since most gangs save no sharded checkpoints."""
+        return Files(self._filesystem(self.base))
+
+    def begin(self, *, follows: bool) -> None:
+        """Write `token`. If the gang `follows` the saves of earlier drivers, queue the removal of uncommitted ones."""
+        if (token := self.token) is not None:
+            try:
+                token.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+                token.touch(mode=0o600)
+            except OSError as error:
+                raise unusable("Gang(checkpoint_uri=...)", str(token.parent), error) from error
+        if follows and self.previous is not None:
+            self._submit_removal(self.previous, lambda _, nonce: nonce != self.nonce)
+
+    def hide(self) -> None:
+        if self.token is not None:
+            with contextlib.suppress(OSError):
+                self.token.unlink()
+
+    def sharding(self, start: Sequence[CheckpointEntry]) -> Sharding:
+        """Return what ranks need to know. `start` are the checkpoints that they may load, the newest last."""
+        token = str(self.token) if self.token is not None else None
+        return Sharding(base=self.base, nonce=self.nonce, token=token, start=tuple(reversed(start)))
+
+    def sweep(self, attempt: int, number: int) -> None:
+        """Queue the removal of uncommitted saves of this driver up to a save.
+
+        Other drivers' saves stay: they may have taken over the folder while this driver stood still.
+        """
+        self._submit_removal(self.base, lambda save, nonce: nonce == self.nonce and save <= (attempt, number))
+
+    def sweep_through(self, entry: CheckpointEntry) -> None:
+        if (save := save_of(entry.name)) is not None:
+            self.sweep(*save[0])
+
+    def _submit_removal(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
+        self._worker.submit(lambda: self._remove(base, is_over))
+
+    def _remove(self, base: str, is_over: Callable[[tuple[int, int], str], bool]) -> None:
+        committed = self._committed()
+        with self.removing(base):
+            for name in {"/".join(path.split("/")[:2]) for path in self.files.below(base)}:
+                if (save := save_of(name)) is not None and name not in committed and is_over(*save):
+                    self.files.remove(f"{base}/{name}", OBJECT.fullmatch)
+
+    @contextlib.contextmanager
+    def removing(self, folder: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # storage clients raise errors of any class
+            if not self._has_complained:
+                say(
+                    f"older checkpoints cannot be removed from {folder} and stay there ({type(error).__name__}: "
+                    f"{error}); allow it, or have the storage expire them. New ones are kept all the same.",
+                )
+            self._has_complained = True
 
 
 # ---- The claim that keeps two gangs from writing to one folder or URL

@@ -5,14 +5,13 @@ import functools
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Action, Agents
 from flytekitplugins.daskpytorch.driver.blame import from_user
 from flytekitplugins.daskpytorch.driver.brain import Brain
-from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.parts.calls import Calls
 from flytekitplugins.daskpytorch.driver.parts.checkpoints import Checkpoints
@@ -36,13 +35,16 @@ from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, current_execution, running
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 
+LAST_SHARDS = 60.0
+"""Seconds for which results wait until storage has the manifest of the last sharded checkpoint."""
+
 
 class Assembled:
     def __init__(
         self,
         request: Request,
         agents: Agents,
-        committer: Committer,
+        vault: Vault,
         observers: Observers,
         received: ReceivedResults,
         make: MakeGang,
@@ -55,10 +57,10 @@ class Assembled:
         """`running_clock` counts all deadlines, perhaps without times in which the driver was suspended."""
         state = GangState(request, agents, observers, received, asked_at=asked_at, clock=running_clock or clock)
         self.state = state
-        self.checkpoints = Checkpoints(state, committer)
-        self.evaluator = Evaluator(state, committer.vault, make)
+        self.checkpoints = Checkpoints(state, vault)
+        self.evaluator = Evaluator(state, vault, make)
         self.debugger = Debugger(state, debugging)
-        self.accounting = Accounting(state, clock, committer.vault)
+        self.accounting = Accounting(state, clock, vault)
         calls = [request.calls] if isinstance(request.calls, Calls) else []
         for part in calls:
             part.join(state)
@@ -87,12 +89,6 @@ class RunningClock:
             self._stood_still += gap - self.MAX_GAP
         self._called_at = now
         return now - self._stood_still
-
-
-def _flush(several: Sequence[Vault | Committer], timeout: float) -> None:
-    until = time.monotonic() + timeout
-    for each in several:
-        each.flush(max(0.0, until - time.monotonic()))
 
 
 class Supervisor:
@@ -148,31 +144,24 @@ class Supervisor:
                 claim = stack.enter_context(claimed(self._request.storage, name))
                 storage = claim.paths if claim is not None else self._request.storage
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-                vault = Vault(storage, self._request.settings.keep, folder)
-                committer = Committer(
-                    self._request.settings,
-                    storage,
-                    vault,
-                    folder,
-                    self._execution.filesystem,
-                    self._post_commit,
-                )
-                stack.callback(committer.close)
+                vault = Vault(self._request.settings, storage, folder, self._execution.filesystem)
+                stack.callback(vault.close)
                 if claim is not None:
-                    claim.on_loss = functools.partial(self._give_up, committer)
-                self._gang = gang = self._listen(committer, folder, stack)
+                    claim.on_loss = functools.partial(self._give_up, vault)
+                self._gang = gang = self._listen(vault, folder, stack)
                 stack.callback(gang.checkpoints.tell_kept)  # after the last write to storage and `evaluator.end`
                 stack.callback(gang.evaluator.end)
                 ends = gang.state.deadlines
                 try:
-                    results = self._see_through(gang, committer)
+                    results = self._see_through(gang, vault)
                 except Exception as failure:  # the next attempt or call begins from the newest checkpoint
                     # After cancellation a user waits. After preemption, `Brain` has waited for storage.
                     is_short = isinstance(failure, (GangCancelledError, PreemptedError))
                     gang.evaluator.close()
-                    _flush([vault, committer], ends.cancelled if is_short else ends.storage)
+                    vault.finish(ends.cancelled if is_short else ends.storage)
                     raise
-                _flush([vault, committer] if vault.is_users_folder else [committer], ends.storage)
+                if vault.is_users_folder or vault.sharded:
+                    vault.finish(max(LAST_SHARDS, ends.storage) if vault.sharded else ends.storage)
                 return results
         except Exception as caught:
             error = from_user(caught)
@@ -183,19 +172,16 @@ class Supervisor:
                 self._observers.tell(journal.Accounted(goodput=self._gang.accounting.accountant.final(error)))
             self._observers.tell(journal.Ended.by(error))
 
-    def _give_up(self, committer: Committer) -> None:
+    def _give_up(self, vault: Vault) -> None:
         """Called once a newer gang has taken over the storage."""
-        committer.close()
+        vault.close()
         self.cancel()
 
-    def _post_commit(self, commit: Committed) -> None:
-        self._calls.put(lambda: self._gang.checkpoints.note_commit(commit))
-
-    def _listen(self, committer: Committer, folder: Path, stack: contextlib.ExitStack) -> Assembled:
+    def _listen(self, vault: Vault, folder: Path, stack: contextlib.ExitStack) -> Assembled:
         request, launcher = self._request, self._launcher
         allow_files(MAX_FILES)
         token = os.urandom(32)
-        serve = functools.partial(self._serve_file, committer.vault)
+        serve = functools.partial(self._serve_file, vault)
         self._listener = listener = Listener(launcher.host, token, self._calls, serve)
         agents = Agents(
             launcher=launcher,
@@ -207,7 +193,7 @@ class Supervisor:
         gang = Assembled(
             request,
             agents,
-            committer,
+            vault,
             self._observers,
             self.received,
             Supervisor,
@@ -236,20 +222,20 @@ class Supervisor:
         if is_there:
             connection.send_file(path)
 
-    def _see_through(self, gang: Assembled, committer: Committer) -> list[Any]:
+    def _see_through(self, gang: Assembled, vault: Vault) -> list[Any]:
         state, checkpoints, evaluator = gang.state, gang.checkpoints, gang.evaluator
         state.agents.launch(self._launcher.workers)
         code = self._request.code or pack_code(self._request.script)  # while the agents start
         if self._request.start is not None:
-            committer.vault.adopt(self._request.start)
+            vault.adopt(self._request.start)
         else:
-            committer.vault.restore()
+            vault.restore()
         gang.accounting.restore()
-        committer.begin()
+        vault.begin()
         evaluator.prepare(code if self._request.script is None else None, checkpoints.newest_entry)
         if (step := checkpoints.newest_step()) is not None:
             self._observers.tell(journal.Resumed(step=step))
-            self._observers.tell(journal.Listed(checkpoints=checkpoints.vault.saved()))
+            self._observers.tell(journal.Listed(checkpoints=vault.saved()))
         text = start_of(self._request.storage, self._request.settings, step)
         if text is not None and self._request.start is None:
             self._observers.note(text)

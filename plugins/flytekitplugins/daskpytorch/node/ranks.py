@@ -53,7 +53,7 @@ class LogFiles:
         return self._folder / f"attempt_{attempt}" / str(rank)
 
     def _write(self, file: Path, data: bytes) -> None:
-        if len(self._worker.jobs()) >= MAX_WAITING:
+        if len(self._worker.jobs) >= MAX_WAITING:
             self._fail(TOO_SLOW)
         if self._has_failed:
             return

@@ -1,6 +1,6 @@
 """Threads for slow work, such as requests to storage, to trackers and to a GPU's driver.
 
-The jobs of a queue (lane) run in order. While a failed job waits for its retry, only its lane waits.
+The jobs of a worker run in order. While a failed job waits for its retry, the others wait, too.
 """
 
 import logging
@@ -20,7 +20,6 @@ IDLE_TIME = 1.0
 """Seconds without a job after which the thread ends."""
 LOOK_INTERVAL = 1.0
 """Seconds between two signs of life of a rank that waits."""
-DEFAULT_LANE = ""
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +31,29 @@ def pause(seconds: float, moved: Callable[[], object]) -> None:
     while (left := until - time.monotonic()) > 0:
         moved()
         time.sleep(min(left, LOOK_INTERVAL))
+
+
+def with_retries(
+    act: Callable[[], T],
+    waits: Sequence[float],
+    tell: Callable[[Exception], object] = lambda _: None,
+    moved: Callable[[], object] = lambda: None,
+    final: tuple[type[Exception], ...] = (FileNotFoundError,),
+) -> T:
+    """Call a function until it succeeds, with pauses (seconds), but raise a `final` error at once.
+
+    `tell` gets the first error. `moved` is called while this waits.
+    """
+    for number, wait in enumerate(waits):
+        try:
+            return act()
+        except final:
+            raise
+        except Exception as error:  # any error of a store's client
+            if number == 0:
+                tell(error)
+            pause(wait, moved)
+    return act()
 
 
 def in_thread(act: Callable[[], T], name: str) -> Future[T]:
@@ -54,7 +76,6 @@ def _give_up(error: Exception, *_: float) -> bool:
 
 @dataclass(eq=False, kw_only=True)
 class QueuedJob:
-    lane: str
     work: Callable[[], object]
     gives_up: Callable[[Exception, int, float], bool]
     """Gets the error, the number of failed tries, and the seconds until the retry. True ends the job."""
@@ -67,7 +88,9 @@ class Worker:
         self.retry_after = retry_after
         self._name = name
         self._changed = threading.Condition()
-        self._lanes: dict[str, deque[QueuedJob]] = {}
+        self.jobs: deque[QueuedJob] = deque()
+        self.has_begun = False
+        """A job was added, at any time."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self.is_urgent = False
@@ -76,36 +99,27 @@ class Worker:
         self,
         work: Callable[[], object],
         gives_up: Callable[[Exception, int, float], bool] = _give_up,
-        *,
-        lane: str = DEFAULT_LANE,
     ) -> None:
         """Add a job, whose first error ends it by default. RuntimeError: no thread can start, and no job is added."""
         with self._changed:
             if self._thread is None:
                 self._start()
-            job = QueuedJob(lane=lane, work=work, gives_up=gives_up, due=time.monotonic())
-            self._lanes.setdefault(lane, deque()).append(job)
+            self.jobs.append(QueuedJob(work=work, gives_up=gives_up, due=time.monotonic()))
+            self.has_begun = True
             self._changed.notify_all()
 
-    def has_begun(self, lane: str) -> bool:
-        return lane in self._lanes
-
-    def jobs(self, lane: str = DEFAULT_LANE) -> Sequence[QueuedJob]:
-        return self._lanes.get(lane, ())
-
-    def flush(self, timeout: float | None = None, *, lane: str = DEFAULT_LANE) -> bool:
+    def flush(self, timeout: float | None = None) -> bool:
         self.shorten_pauses()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not self.jobs(lane), timeout)
-            return not self.jobs(lane)
+            self._changed.wait_for(lambda: self._is_closed or not self.jobs, timeout)
+            return not self.jobs
 
     def shorten_pauses(self) -> None:
         with self._changed:
             self.is_urgent = True
             soon = time.monotonic() + self.retry_after
-            for jobs in self._lanes.values():
-                for job in jobs:
-                    job.due = min(job.due, soon)
+            for job in self.jobs:
+                job.due = min(job.due, soon)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -113,10 +127,6 @@ class Worker:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-    def first(self) -> QueuedJob | None:
-        with self._changed:
-            return min((jobs[0] for jobs in self._lanes.values() if jobs), key=lambda job: job.due, default=None)
 
     def do(self, job: QueuedJob) -> None:
         """A failed job stays for a retry, unless its `gives_up` returns True."""
@@ -131,7 +141,7 @@ class Worker:
                     job.due = time.monotonic() + pause
                 return
         with self._changed:
-            self._lanes[job.lane].popleft()
+            self.jobs.popleft()
             self._changed.notify_all()
 
     def _start(self) -> None:
@@ -142,10 +152,10 @@ class Worker:
     def _work(self) -> None:
         while not self._is_closed:
             with self._changed:
-                job = self.first()
+                job = self.jobs[0] if self.jobs else None
                 pause = IDLE_TIME if job is None else job.due - time.monotonic()
                 if pause > 0.0:
-                    if not self._changed.wait(pause) and self.first() is None:
+                    if not self._changed.wait(pause) and not self.jobs:
                         self._thread = None
                         return
                     continue

@@ -64,7 +64,7 @@ class Written:
     """Rank 0's report of a save."""
 
     entry: CheckpointEntry
-    """After a failure without size and digest."""
+    """After a failure perhaps without size and digest."""
     failure: str | None = None
 
 
@@ -120,10 +120,6 @@ class Sharding:
 def folder_name(attempt: int, nonce: str, step: int, number: int) -> str:
     """Return a save's folder, relative to `Sharding.base`. `number` counts `save_sharded` calls from 0."""
     return f"step-{step}/{attempt}-{number}-{nonce}"
-
-
-def is_object(name: str) -> bool:
-    return OBJECT.fullmatch(name) is not None
 
 
 def save_of(folder: str) -> tuple[tuple[int, int], str] | None:

@@ -52,16 +52,6 @@ class Files:
         self.fs.invalidate_cache()
         return list(self.fs.get_mapper(folder))
 
-    def folders(self, folder: str) -> list[str]:
-        self.fs.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
-            return [
-                each["name"].rpartition("/")[2]
-                for each in self.fs.ls(folder, detail=True)
-                if each["type"] == "directory"
-            ]
-        return []
-
     def read(self, path: str) -> bytes:
         return bytes(self.fs.cat_file(path))
 
@@ -71,7 +61,7 @@ class Files:
         else:
             self.fs.pipe_file(path, data)
 
-    def remove(self, folder: str, is_ours: Callable[[str], bool]) -> None:
+    def remove(self, folder: str, is_ours: Callable[[str], object]) -> None:
         """Remove files by their relative path, on a disk also the empty folder and its parent. OSError: some remain."""
         paths = [f"{folder}/{name}" for name in self.below(folder) if is_ours(name)]
         with ThreadPoolExecutor(NUM_REMOVERS) as pool:  # `fs.rm` would take `[`, `*` and `?` of a name for a pattern

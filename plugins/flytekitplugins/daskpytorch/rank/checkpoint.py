@@ -1,26 +1,25 @@
-"""Saves and loads a rank's checkpoints: copied at once, written atomically in the background. Runs in a rank.
+"""Saves and loads a rank's checkpoints: copied at once, written in the background. Runs in a rank.
 
-rank 0 --file--> the driver's checkpoints --file--> every rank of the next attempt    (`transfers`)
+whole    rank 0 --file--> the driver's checkpoints --file--> every rank of the next attempt    (`transfers`)
+sharded  each rank --shards--> storage --> the ranks of the next attempt                       (`sharded`)
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import pickle
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from flytekitplugins.daskpytorch.context import Checkpoint
+from flytekitplugins.daskpytorch.context import Checkpoint, current_rank
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, HashedFile, Written
-from flytekitplugins.daskpytorch.protocol.job import RankOrder
+from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
-from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
-from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints
-from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN, Transfers
+from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints, copy_of, gathered
+from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN
 from flytekitplugins.daskpytorch.records import SavedCheckpoint, numbers
 
 if TYPE_CHECKING:
@@ -30,29 +29,20 @@ if TYPE_CHECKING:
 
 
 class RankCheckpoint(Checkpoint):
-    def __init__(self, order: RankOrder, link: GangLink) -> None:
-        job = order.job
+    loaded: SavedCheckpoint | None = None
+
+    def __init__(self, job: Job, rank: int, link: GangLink) -> None:
+        self._job = job
+        self._is_main = rank == 0
         self._link = link
-        self.sharded = ShardedCheckpoints(
-            job.sharding, attempt=job.attempt, rank=order.place.rank, report=link.send, moved=link.progress.move
-        )
-        self.folder = Path(order.scratch)
-        self._transfers = Transfers(order, link.progress.move)
-        self._attempt = job.attempt
-        self._start = job.checkpoint
-        self._is_main = order.place.rank == 0
-        self._timeout = job.settings.start_timeout
-        self._patience = job.patience
-        self._storage = job.storage
-        self._best_by = job.settings.keep.metric
+        self._transfers = link.transfers
+        self.folder = link.transfers.scratch
         self._worker = Worker(name="checkpoint")
+        self.sharded = ShardedCheckpoints(
+            job.sharding, job.attempt, rank, self._worker, report=link.send, moved=link.progress.move
+        )
         if self._is_main:
             self._transfers.tidy()
-        self._loaded: SavedCheckpoint | None = None
-
-    @property
-    def loaded(self) -> SavedCheckpoint | None:
-        return self._loaded
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Copy rank 0's state and write it in the background, once the previous one is written."""
@@ -64,66 +54,65 @@ class RankCheckpoint(Checkpoint):
             self.flush()
             self._worker.submit(functools.partial(self._write, copy_of(state), step, plain))
 
-    def flush(self, timeout: float | None = None) -> None:
-        until = None if timeout is None else time.monotonic() + timeout
-        self._worker.flush(timeout)
-        self.sharded.flush(None if until is None else until - time.monotonic())
-
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         step, plain = int(step), numbers(metrics)
         self._link.progress.reach(step, anew=True)
         with self._link.saving(step):
             self.sharded.save(state, step, plain)
 
+    def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
+        is_start = not best and step is None
+        entry = self._job.checkpoint if is_start else self._chosen("load", best, step)
+        self.loaded = entry.saved(self._job.storage) if entry is not None else None
+        if entry is None:
+            return None
+        state = read_checkpoint(self._transfers.fetch(entry))
+        if is_start:
+            self._link.progress.reach(entry.step, anew=True)
+        return state
+
     def load_sharded(self, state: dict[str, Any], *, best: bool = False, step: int | None = None) -> int | None:
-        check_best("load_sharded", self._best_by, best, step)
         if not best and step is None:
             start = self.sharded.load(state)
             if start is not None:
                 self._link.progress.reach(start, anew=True)
             return start
-        chosen = self._await_choice(None if step is None else int(step), is_sharded=True)
-        self._loaded = chosen.saved(None) if chosen is not None else None
-        return self.sharded.load(state, chosen) if chosen is not None else None
-
-    def load(self, *, best: bool = False, step: int | None = None) -> Any | None:
-        check_best("load", self._best_by, best, step)
-        if best or step is not None:
-            file = self._await_choice(None if step is None else int(step), is_sharded=False)
-        else:
-            file = self._start
-        self._loaded = file.saved(self._storage) if file is not None else None
-        if file is None:
-            return None
-        state = read_checkpoint(self._transfers.fetch(file))
-        if file is self._start:
-            self._link.progress.reach(file.step, anew=True)
-        return state
+        entry = self._chosen("load_sharded", best, step)
+        self.loaded = entry.saved(None) if entry is not None else None
+        return self.sharded.load(state, entry) if entry is not None else None
 
     def list(self) -> Sequence[SavedCheckpoint]:
         return self._link.kept
 
-    def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            written = write_checkpoint(self._transfers.folder, self._attempt, state, step, metrics)
-            self._transfers.deliver(written)
-        except BaseException as error:  # mostly a full disk: the user is told, and the training goes on
-            lost = CheckpointEntry(attempt=self._attempt, step=step)
-            self._link.send(Written(lost, _reason(error)))
-            return
-        self._link.send(Written(written))
+    def flush(self, timeout: float | None = None) -> None:
+        self.sharded.flush(timeout)
 
-    def _await_choice(self, step: int | None, *, is_sharded: bool) -> CheckpointEntry | None:
+    def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
+        entry, failure = CheckpointEntry(attempt=self._job.attempt, step=step), None
+        try:
+            entry = write_checkpoint(self._transfers.folder, self._job.attempt, state, step, metrics)
+            self._transfers.deliver(entry)
+        except BaseException as error:  # mostly a full disk: the user is told, and the training goes on
+            failure = _reason(error)
+        self._link.send(Written(entry, failure))
+
+    def _chosen(self, method: str, best: bool, step: int | None) -> CheckpointEntry | None:
         """Wait until the driver has chosen the best checkpoint, or that of a step.
 
         Each rank asks. The n-th requests of all ranks get the same checkpoint, which the driver chooses for rank 0.
         """
+        settings = self._job.settings
+        if best and (settings.keep.metric is None or step is not None):
+            raise ValueError(
+                f"checkpoint.{method}(best=True, step={step}): best=True takes no step, and needs "
+                f"Gang(keep=Keep(best=1, metric=...)). The gang's metric is {settings.keep.metric!r}"
+            )
         self._link.progress.move()
         self.flush()
+        step = None if step is None else int(step)
         what = "the best checkpoint" if step is None else f"the checkpoint of step {step}"
-        answer = self._link.ask(Question.CHECKPOINT, (is_sharded, step))
-        patience = self._patience if step is None else 0.0
-        limit = self._timeout + patience
+        answer = self._link.ask(Question.CHECKPOINT, (method == "load_sharded", step))
+        limit = settings.start_timeout + (self._job.patience if step is None else 0.0)
         try:
             chosen: CheckpointEntry | None = answer.result(limit).value
         except TimeoutError as error:
@@ -174,107 +163,6 @@ def read_checkpoint(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
 
-def check_best(method: str, metric: str | None, best: bool, step: int | None) -> None:
-    if best and (metric is None or step is not None):
-        raise ValueError(
-            f"checkpoint.{method}(best=True, step={step}): best=True takes no step, and needs "
-            f"Gang(keep=Keep(best=1, metric=...)). The gang's metric is {metric!r}"
-        )
-
-
-class _Copier(pickle.Pickler):
-    """Copies a tensor once, even if it occurs repeatedly."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        import torch
-
-        super().__init__(file, protocol=5)
-        self._tensor = torch.Tensor
-        self._sharded = sharded_classes()
-        self.copies: list[torch.Tensor] = []
-        self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, self._tensor):
-            return None
-        if isinstance(obj, self._sharded) or obj.is_meta:
-            raise _RefusedError(obj)
-        key = _place_of(obj)
-        if key not in self._seen:
-            self._seen[key] = (obj, len(self.copies))
-            self.copies.append(_copy_tensor(obj))
-        return self._seen[key][1]
-
-
-class _Restorer(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], copies: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._copies = copies
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._copies[pid]
-
-
-class _RefusedError(Exception):
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-
-def copy_of(state: Any) -> Any:
-    """Return a copy of a state, on the CPU, that later training steps leave unchanged.
-
-    No inner class or function: their references would keep the copy alive until Python's cyclic garbage collector runs.
-    """
-    buffer = io.BytesIO()
-    copier = _Copier(buffer)
-    try:
-        copier.dump(state)
-        buffer.seek(0)
-        return _Restorer(buffer, copier.copies).load()
-    except _RefusedError as found:
-        raise _refusal(found.tensor) from None
-    except Exception as error:
-        raise TypeError(
-            f"the state to be saved cannot be pickled: {error}. Save tensors and plain data, such as state_dict() of "
-            "the model and the optimizer, instead of the objects themselves."
-        ) from error
-
-
-def _refusal(tensor: torch.Tensor) -> TypeError:
-    if not isinstance(tensor, sharded_classes()):
-        return TypeError(
-            f"the state to be saved has a tensor of shape {tuple(tensor.shape)} on the meta device, without values. "
-            "Give it values first: module.to_empty(device=...), then its initialisation or load_state_dict."
-        )
-    return TypeError(
-        f"the state to be saved is sharded: it has a {type(tensor).__name__} of shape {tuple(tensor.shape)}, spread "
-        "over the ranks, and of a state only rank 0's part is kept. Use checkpoint.save_sharded(state, step) and "
-        "load_sharded(state), by which each rank keeps its own part, or gather the state before on all ranks."
-    )
-
-
-def _place_of(tensor: torch.Tensor) -> object:
-    """The key is equal for tied tensors, which have the same memory, shape and type."""
-    try:
-        where = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse tensors, for example
-        return id(tensor)
-    if where == 0:  # tensors without elements
-        return id(tensor)
-    kind = (type(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
-    return (where, tensor.storage_offset(), tensor.shape, tensor.stride(), *kind)
-
-
-def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    copy = tensor.detach().to("cpu", copy=True)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copy, tensor.requires_grad)
-    return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
 def _reason(error: BaseException) -> str:
     """Return the text of the error's `OSError`, if any: for a full disk, torch reports only a wrong file position."""
     cause: BaseException | None = error
@@ -283,3 +171,69 @@ def _reason(error: BaseException) -> str:
             return f"{type(cause).__name__}: {cause}"
         cause = cause.__cause__ or cause.__context__
     return f"{type(error).__name__}: {error}"
+
+
+# ---- Files that a library writes, as a checkpoint of the gang
+
+
+def keep_files(folder: Path, step: int, own: Iterable[str] = (), metrics: Mapping[str, Any] | None = None) -> None:
+    """Save the files in rank 0's folder, and each rank's `own` of the same path, as the newest checkpoint.
+
+    Rank 0's folder may lack `own` files of ranks on other machines. Only rank 0's metrics count.
+    """
+    rank = current_rank()
+    owned = gathered({name: _read(folder / name) for name in own if (folder / name).is_file()})
+    files = {str(path.relative_to(folder)): _read(path) for path in _files_in(folder)} if rank.is_main else {}
+    state = {"files": {name: data for part in (files, *owned) for name, data in part.items()}}
+    rank.checkpoint.save(state, step, metrics)
+
+
+class KeptFiles:
+    """Files of the checkpoint that this attempt starts from. All ranks of a worker share one copy."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        """None on a start without a checkpoint, and after `remove`."""
+        self._own: TemporaryDirectory[str] | None = None
+        rank = current_rank()
+        if rank.local_rank == 0 and (state := rank.checkpoint.load()) is not None:
+            # The agent removes its folder with these files even after a kill of this rank.
+            self._own = TemporaryDirectory(prefix="kept-", dir=getattr(rank.checkpoint, "folder", None))
+            _write(Path(self._own.name), state)
+        folders: list[str | None] = gathered(None if self._own is None else self._own.name)
+        first = folders[rank.rank - rank.local_rank]
+        if first is not None:
+            self.folder = Path(first)
+
+    def remove(self) -> None:
+        """Call after all ranks of the worker have read the files."""
+        self.folder = None
+        if self._own is not None:
+            self._own.cleanup()
+
+
+def _write(folder: Path, state: Any) -> None:
+    if not isinstance(state, dict) or set(state) != {"files"}:
+        loaded = current_rank().checkpoint.loaded
+        of_step = f"of step {loaded.step} " if loaded is not None else ""
+        raise ValueError(
+            f"the gang starts from a checkpoint {of_step}that the program has saved by checkpoint.save, and not by "
+            "this callback. Save by only one of the two. To start afresh, delete the checkpoint, or give Gang(key=...) "
+            "another key."
+        )
+    for name, data in state["files"].items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data.numpy().tofile(path)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _read(path: Path) -> torch.Tensor:
+    """Return a file's content as uint8, since `bytes` may take twice their size in a pickle."""
+    import torch
+
+    data = bytearray(path.read_bytes())
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

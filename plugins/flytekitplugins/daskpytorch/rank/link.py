@@ -100,7 +100,7 @@ class GangLink(Link):
         self.kept: Sequence[SavedCheckpoint] = job.kept
         self._channel = channel
         self._is_main = place.rank == 0
-        self._transfers = Transfers(order, self.progress.move)
+        self.transfers = Transfers(order, self.progress.move)
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
         self._answers: dict[tuple[Question, int], Future[Answer]] = {}
@@ -203,7 +203,7 @@ class GangLink(Link):
         if isinstance(call, bytes):
             return io.BytesIO(call)
         try:
-            return self._transfers.arguments(call).open("rb")
+            return self.transfers.arguments(call).open("rb")
         except (OSError, EOFError) as error:
             raise OSError(
                 f"the function's large arguments did not arrive on this node: {type(error).__name__}: {error}. If the "

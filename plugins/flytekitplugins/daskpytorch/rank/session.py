@@ -41,7 +41,7 @@ class Session:
         self._is_over = False
         self._compiled = CompileCache(order, link.note)
         self.server: Server | None = None
-        self.checkpoint = RankCheckpoint(order, link)
+        self.checkpoint = RankCheckpoint(order.job, order.place.rank, link)
         self.rank = RankContext(
             rank=place.rank,
             local_rank=place.local_rank,

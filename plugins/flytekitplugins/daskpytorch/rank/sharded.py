@@ -7,21 +7,25 @@ load: the newest undamaged checkpoint from which this attempt may start, straigh
 from __future__ import annotations
 
 import functools
+import io
 import math
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.process.worker import LOOK_INTERVAL, Worker, pause
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding, Written, folder_name
 from flytekitplugins.daskpytorch.protocol.host import current_execution
+from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
 from flytekitplugins.daskpytorch.rank import process_group
-from flytekitplugins.daskpytorch.rank.checkpoint_files import gathered
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
     from flytekitplugins.daskpytorch.rank.shards import ShardReader, ShardWriter
@@ -34,9 +38,10 @@ class ShardedCheckpoints:
     def __init__(
         self,
         sharding: Sharding,
-        *,
         attempt: int,
         rank: int,
+        worker: Worker,
+        *,
         report: Callable[[Written], None],
         moved: Callable[[], None] = lambda: None,
     ) -> None:
@@ -46,7 +51,7 @@ class ShardedCheckpoints:
         self._report = report
         self._moved = moved
         """Called as a sign of life during a write or read, as a large state takes longer than a step."""
-        self._worker = Worker(name="sharded")
+        self._worker = worker
         self._files: Any = None
         self._num_saves = 0
         self._has_seen_place = sharding.token is None or Path(sharding.token).exists()
@@ -103,7 +108,7 @@ class ShardedCheckpoints:
         return None
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all ranks have written the newest save."""
+        """Wait until the newest save is written, a sharded one by all ranks."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not self._worker.flush(max(0.0, min(LOOK_INTERVAL, until - time.monotonic()))):
             if time.monotonic() >= until:
@@ -114,12 +119,12 @@ class ShardedCheckpoints:
     def _staged(self, state: Mapping[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.stateful import Stateful
 
-        from flytekitplugins.daskpytorch.rank.shards import check_savable, copied_to_host
+        from flytekitplugins.daskpytorch.rank.shards import check_savable
 
         self._check_place()
         self._files = current_execution().filesystem(self._sharding.base)  # an error here reaches all ranks
         plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
-        staged: dict[str, Any] = copied_to_host(plain)
+        staged: dict[str, Any] = copy_of(plain, takes_shards=True)
         check_savable(staged)
         return staged
 
@@ -175,6 +180,7 @@ class ShardedCheckpoints:
             save(staged, storage_writer=writer, process_group=group)
         except BaseException as error:  # CheckpointException is no Exception
             failure = _told(error)
+        self._writer = None
         if self._rank == 0:
             entry = CheckpointEntry(
                 attempt=self._attempt,
@@ -249,3 +255,105 @@ def _check(heard: Sequence[tuple[int, str | None]]) -> None:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks, in rank order. Call on all ranks together."""
+    from torch import distributed
+
+    values = [value] * current_rank().world_size
+    if len(values) > 1:
+        distributed.all_gather_object(values, value)
+    return values
+
+
+# ---- Copies of states, whole and sharded
+
+
+class _Copier(pickle.Pickler):
+    """Copies a tensor once, even if it occurs repeatedly."""
+
+    def __init__(self, file: IO[bytes], *, takes_shards: bool) -> None:
+        import torch
+
+        super().__init__(file, protocol=5)
+        self._takes_shards = takes_shards
+        self._tensor = torch.Tensor
+        self._sharded = sharded_classes()
+        self.copies: list[torch.Tensor] = []
+        self.refused: torch.Tensor | None = None
+        self._seen: dict[Any, tuple[Any, int]] = {}  # keeps originals alive, so that addresses stay unique
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, self._tensor):
+            return None
+        if (isinstance(obj, self._sharded) and not self._takes_shards) or obj.is_meta:
+            self.refused = obj
+            raise TypeError
+        key = _place_of(obj)
+        if key not in self._seen:
+            self._seen[key] = (obj, len(self.copies))
+            copy = _on_host(obj)
+            self.copies.append(copy if self._takes_shards else _alike(copy, obj))
+        return self._seen[key][1]
+
+
+def copy_of(state: Any, *, takes_shards: bool = False) -> Any:
+    """Return a copy of a state, in host memory, that later training steps leave unchanged.
+
+    Torch's own stagers are not used: that of torch 2.6 does not copy tensors on the CPU.
+    No inner class or function: their references would keep the copy alive until Python's cyclic garbage collector runs.
+    """
+    buffer = io.BytesIO()
+    copier = _Copier(buffer, takes_shards=takes_shards)
+    try:
+        copier.dump(state)
+        buffer.seek(0)
+        restorer = pickle.Unpickler(buffer)  # noqa: S301 - the bytes of the line before
+        restorer.persistent_load = copier.copies.__getitem__  # type: ignore[method-assign]
+        return restorer.load()
+    except Exception as error:
+        if copier.refused is not None:
+            raise _refusal(copier.refused) from None
+        raise TypeError(
+            f"the state to be saved cannot be pickled: {error}. Save tensors and plain data, such as state_dict() of "
+            "the model and the optimizer, instead of the objects themselves."
+        ) from error
+
+
+def _refusal(tensor: torch.Tensor) -> TypeError:
+    if not isinstance(tensor, sharded_classes()):
+        return TypeError(
+            f"the state to be saved has a tensor of shape {tuple(tensor.shape)} on the meta device, without values. "
+            "Give it values first: module.to_empty(device=...), then its initialisation or load_state_dict."
+        )
+    return TypeError(
+        f"the state to be saved is sharded: it has a {type(tensor).__name__} of shape {tuple(tensor.shape)}, spread "
+        "over the ranks, and of a state only rank 0's part is kept. Use checkpoint.save_sharded(state, step) and "
+        "load_sharded(state), by which each rank keeps its own part, or gather the state before on all ranks."
+    )
+
+
+def _place_of(tensor: torch.Tensor) -> object:
+    """The key is equal for tied tensors, which have the same memory, shape and type."""
+    try:
+        where, layout = tensor.untyped_storage().data_ptr(), (tensor.storage_offset(), tensor.shape, tensor.stride())
+    except (RuntimeError, NotImplementedError):  # sparse tensors, for example
+        return id(tensor)
+    if where == 0:  # tensors without elements
+        return id(tensor)
+    kind = (type(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
+    return (where, *layout, *kind)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _alike(copy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)

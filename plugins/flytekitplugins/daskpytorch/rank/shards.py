@@ -10,7 +10,6 @@ A checkpoint's folder has torch's layout, which plain `torch.distributed.checkpo
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import io
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from flytekitplugins.daskpytorch.process.worker import pause
+from flytekitplugins.daskpytorch.process.worker import with_retries
 from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, CheckpointEntry
 
 CHUNK = 8 << 20
@@ -80,7 +79,11 @@ class ShardWriter(FileSystemWriter):
         self.digest = hashlib.sha256(content).hexdigest()
 
     def _retried(self, act: Callable[[], T]) -> T:
-        return with_retries(act, self._moved, f"the shards could not be written to {self._folder}")
+        return with_retries(act, RETRY_AFTER, self._tell, self._moved)
+
+    def _tell(self, error: Exception) -> None:
+        what = f"the shards could not be written to {self._folder} ({type(error).__name__}: {error})"
+        print(f"{what}; trying again, while the training goes on", file=sys.stderr)
 
     def _write(self, name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         path, results, start = f"{self._folder}/{name}", [], 0
@@ -205,7 +208,7 @@ class ShardReader(FileSystemReader):
 
     def _read(self, name: str, ask: Callable[[str], T]) -> T:
         try:
-            return with_retries(lambda: ask(f"{self._checkpoint.uri}/{name}"), self._moved)
+            return with_retries(lambda: ask(f"{self._checkpoint.uri}/{name}"), RETRY_AFTER, moved=self._moved)
         except FileNotFoundError as error:
             raise DamagedError(f"a file of it is missing ({error})") from error
         except Exception as error:  # any error of a store's client
@@ -230,44 +233,7 @@ def _key(container: Any, part: str | int) -> Any:
     return next(key for key in container if str(key) == part)
 
 
-def with_retries(act: Callable[[], T], moved: Callable[[], object], what: str = "") -> T:
-    """Call a function until it succeeds, with pauses, but raise `FileNotFoundError` at once.
-
-    Prints `what` and the first error. `moved` is called while the rank waits for storage.
-    """
-    for wait in RETRY_AFTER:
-        try:
-            return act()
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # any error of a store's client
-            if what:
-                print(
-                    f"{what} ({type(error).__name__}: {error}); trying again, while the training goes on",
-                    file=sys.stderr,
-                )
-            what = ""
-            pause(wait, moved)
-    return act()
-
-
 # ---- States
-
-
-def copied_to_host(value: Any) -> Any:
-    """Return a copy of a state in host memory, which later training steps leave unchanged.
-
-    Torch's own stagers are not used: that of torch 2.6 does not copy tensors on the CPU.
-    """
-    if isinstance(value, dict):
-        return {key: copied_to_host(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([copied_to_host(each) for each in value])
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    with torch.no_grad():
-        tensor = value.detach()
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def check_savable(state: dict[str, Any]) -> None:
@@ -276,7 +242,7 @@ def check_savable(state: dict[str, Any]) -> None:
     Raises `ValueError` if two keys become equal when nested keys are joined by dots.
 
     Args:
-        state: A copy of `copied_to_host`.
+        state: A copy of `sharded.copy_of`.
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)

@@ -29,14 +29,11 @@ class Transfers:
     def __init__(self, order: RankOrder, moved: Callable[[], object] = lambda: None) -> None:
         """`moved` is called as a sign of life while bytes flow."""
         self._agent = order.agent
-        self._scratch = Path(order.scratch)
+        self.scratch = Path(order.scratch)
         self._shared = Path(order.driver_folder) if order.driver_folder is not None else None
-        self._moved = moved
-
-    @property
-    def folder(self) -> Path:
+        self.folder = self._shared or self.scratch
         """Where rank 0 writes its checkpoints."""
-        return self._shared or self._scratch
+        self._moved = moved
 
     def tidy(self) -> None:
         """Remove what a killed rank 0 of an earlier attempt has left unfinished."""
@@ -54,7 +51,7 @@ class Transfers:
             except (EOFError, ConnectionError):
                 if not num_left:
                     raise
-        for old in self._scratch.glob("step-*.pt"):  # the driver has all that may still be loaded
+        for old in self.scratch.glob("step-*.pt"):  # the driver has all that may still be loaded
             if old.name != file.name:
                 old.unlink(missing_ok=True)
 
@@ -62,7 +59,7 @@ class Transfers:
         """Return the path of a checkpoint's file that the driver lends. OSError, EOFError or ValueError: none came."""
         if self._shared is not None:
             return self._shared / LENT / file.name
-        path = self._scratch / file.name
+        path = self.scratch / file.name
         if path.exists() and digest_of(path) == file.digest:
             return path
         seen = state_of(path)
@@ -73,10 +70,10 @@ class Transfers:
 
     def arguments(self, call: LargeCall) -> Path:
         """Return the path of a large call. OSError or EOFError: none came."""
-        path = self._scratch / f"{ARGUMENTS}{call.number}"
+        path = self.scratch / f"{ARGUMENTS}{call.number}"
         with self._once_a_node():
             if not path.exists():
-                for old in self._scratch.glob(f"{ARGUMENTS}*"):  # an ended call's
+                for old in self.scratch.glob(f"{ARGUMENTS}*"):  # an ended call's
                     old.unlink(missing_ok=True)
                 self._download(messages.CALL, path, call.size, "the call's large arguments")
         return path
@@ -84,7 +81,7 @@ class Transfers:
     def _upload(self, file: CheckpointEntry) -> None:
         with contextlib.closing(dial(self._agent)) as connection:
             connection.send(messages.Upload(file))
-            connection.send_file(self._scratch / file.name, self._moved)
+            connection.send_file(self.scratch / file.name, self._moved)
             _check(connection)
 
     def _download(self, name: str, path: Path, size: int, what: str, digest: str | None = None) -> None:
@@ -100,7 +97,7 @@ class Transfers:
 
     @contextlib.contextmanager
     def _once_a_node(self) -> Iterator[None]:
-        lock = os.open(self._scratch / "downloads.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(self.scratch / "downloads.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             with contextlib.suppress(OSError):  # without locks, each rank may download the file
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from flytekitplugins.daskpytorch import context
-from flytekitplugins.daskpytorch.driver import manifest
-from flytekitplugins.daskpytorch.driver.committer import Committed, Committer
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.driver.storage import claimed, start_of
@@ -123,12 +121,10 @@ class _Link(GangLink):
         self._settings = settings
         self._told = told
         self._received = received
-        self._vault = Vault(storage, settings.keep, folder)
-        filesystem = current_execution().filesystem
-        self._committer = Committer(settings, storage, self._vault, folder, filesystem, self._note_commit)
+        self._vault = Vault(settings, storage, folder, current_execution().filesystem)
         start = self._vault.restore()
         self._vault.lend(start)
-        self._committer.begin()
+        self._vault.begin()
         [[place]] = places = place_ranks([node := describe_node(socket.gethostname(), None)], 1)
         self.order = RankOrder(
             place=place,
@@ -153,7 +149,7 @@ class _Link(GangLink):
             backend="gloo",
             settings=self._settings,
             checkpoint=start,
-            sharding=self._committer.sharding(),
+            sharding=self._vault.shards.sharding(self._vault.sharded),
             kept=self._vault.saved(),
             storage=self._vault.own,
             environment=self._settings.environment,
@@ -175,38 +171,24 @@ class _Link(GangLink):
         """Wait until the checkpoint is kept: observers hear from one thread at a time."""
         yield
         context.current_rank().checkpoint.flush()
-        self._committer.flush(self._settings.start_timeout)
 
     def send(self, report: messages.ShortReport) -> None:
         match report:
-            case Written(entry, None) if entry.is_sharded:
-                self._committer.commit(entry)
             case Written(entry, None):
                 self._vault.add(entry)
-                self._note_commit(Committed(entry))
+                self._told.tell(journal.Checkpointed(step=entry.step))
+                self._tell_kept()
             case Written(entry, problem):
                 self.note(f"has not kept the checkpoint of step {entry.step} ({problem})")
             case messages.Ask(question, number, (is_sharded, step)):
-                entries = self._vault.sharded if is_sharded else self._vault.intact()
-                found = manifest.find(entries, self._settings.keep, step)
-                self._vault.lend(None if is_sharded else found)
-                self.take(messages.Answer(question, number, found))
+                self.take(messages.Answer(question, number, self._vault.choose(step, is_sharded=is_sharded)))
             case messages.Noted(text, adapts=False):
                 self._told.note(f"rank 0 {text}")
 
     def close(self) -> None:
         """Wait until storage has the checkpoints, for a part of the grace period, and end the thread that writes."""
-        timeout = Deadlines(self._settings.grace_period).storage
-        self._vault.flush(timeout)
-        self._committer.flush(timeout)
-        self._committer.close()
-        self._tell_kept()
-
-    def _note_commit(self, commit: Committed) -> None:
-        if commit.error is not None:
-            self.note(f"has not kept the checkpoint of step {commit.entry.step} ({commit.error!r})")
-            return
-        self._told.tell(journal.Checkpointed(step=commit.entry.step))
+        self._vault.finish(Deadlines(self._settings.grace_period).storage)
+        self._vault.close()
         self._tell_kept()
 
     def _tell_kept(self) -> None:

@@ -68,8 +68,7 @@ class LocalRun:
         with contextlib.suppress(OSError, LookupError):
             if (manifest := _newest_manifest(self.folder)) is not None:
                 named = read(Files(LocalFileSystem()), str(manifest.parent)) or ()
-                newest = {entry.is_sharded: entry.step for entry in reversed(named)}
-                return max(newest.values(), default=None)
+                return max((entry.step for entry in named), default=None)
         return None
 
     def advice(self) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
@@ -79,7 +78,7 @@ class Evaluator(Part):
         self._records: list[LogRecord] = []
         self._gang: EvaluationGang | None = None
         self._thread: threading.Thread | None = None
-        self._lacks_since = self._leaves_at = math.inf
+        self._lacks_since = math.inf
         self._deadline = self._try_at = 0.0
 
     # ---- what the training's gang tells
@@ -90,9 +89,6 @@ class Evaluator(Part):
             self._seen.add(start.name)
             if not start.is_evaluated:
                 self._make_wait(start)
-
-    def begin(self, attempt: Attempt) -> None:
-        self._leaves_at = math.inf
 
     def enter(self, stage: Stage) -> None:
         if stage == "training":
@@ -118,10 +114,7 @@ class Evaluator(Part):
         has_worker = now < self._lacks_since + MAX_LACK
         is_awaited = self._waiting is not None and has_worker
         is_awaited |= self._running is not None and now < self._deadline + CLOSE_TIMEOUT
-        if moment is Moment.LEAVE and not attempt.has_stopped_early:
-            self._leaves_at = min(self._leaves_at, now)
-            is_awaited |= now < self._leaves_at + self._timeout and self._state.blocks(Moment.RESTART)
-        elif moment is not Moment.CHOICE:
+        if moment is not Moment.CHOICE and (moment is not Moment.LEAVE or attempt.has_stopped_early):
             return False
         if is_awaited:
             self._observers.remind("waiting for evaluations of checkpoints")

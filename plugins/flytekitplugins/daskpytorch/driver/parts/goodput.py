@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.part import Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
-from flytekitplugins.daskpytorch.driver.vault import LANE, Vault
+from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.errors import StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
@@ -224,7 +224,7 @@ class Accounting(Part):
             left = self.accountant.goodput(is_lost=True)
             data = json.dumps({name: getattr(left, name) for name in BILL}).encode()
             write = functools.partial(self._storage.files.write, f"{self._storage.own}/{FILE}", data)
-            self._worker.submit(write, lambda *_: True, lane=LANE)
+            self._worker.submit(write, lambda *_: True)
 
     def settle(self, *, is_last: bool) -> None:
         self._store()
