@@ -1,5 +1,6 @@
 """Tasks as users and the backend run them: `pyflyte run`, and the container's own commands on a real cluster."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from processes import (
     Cluster,
     dask_cluster,
     end,
+    start_worker,
+    until,
     warm_python,
 )
 from warm import Program
@@ -260,3 +263,17 @@ def test_workers_that_do_not_come_are_counted(project: Path, tmp_path: Path) -> 
         attempt = execute("fail", {"how": "value"}, cluster=cluster.address, cwd=project, folder=folder, env=env)
     assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
     assert "1 of 2 Dask workers came" in attempt.error.message
+
+
+def test_the_driver_waits_for_workers_that_start_after_it(project: Path, tmp_path: Path) -> None:
+    inputs, folder = {"how": "recoverable"}, tmp_path / "run"
+    with dask_cluster(tmp_path, 0) as cluster, contextlib.ExitStack() as workers:
+
+        def start_workers(_: object) -> None:
+            said = folder / "output.txt"
+            until(lambda: "(DASK_SCHEDULER_ADDRESS), waiting for the others" in said.read_text(), "the driver to wait")
+            for index in range(2):
+                workers.callback(start_worker(cluster.address, index, tmp_path))
+
+        attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=folder, meddle=start_workers)
+    assert "try again" in attempt.error.message
