@@ -269,7 +269,7 @@ def _check_number(pictures: Pictures, hp: Hyperparameters) -> None:
 def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
     """Return the bucket's pictures, as listed in the folder if they are, or the folder's own pictures."""
     if (listed := Path(folder, LISTED)).exists():
-        return cast("S3ImageFolder", pickle.loads(listed.read_bytes()))  # noqa: S301 - by this workflow's first task
+        return cast("S3ImageFolder", pickle.loads(listed.read_bytes()))  # noqa: S301 - our own first task's file
     if place.bucket:
         pictures = S3ImageFolder(
             place.bucket,

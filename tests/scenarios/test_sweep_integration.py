@@ -143,9 +143,10 @@ def test_every_model_has_a_run_in_one_group(client: Client, tmp_path: Path) -> N
     assert {run["group"] for run in runs.values()} == {ended["group"]}
     assert ended["group"].startswith("follow-")
     for index, run in enumerate((ended, failed, stopped)):
-        gang = run["config"].pop("gang")
-        assert (gang["world_size"], gang["backend"]) == (1, "gloo")
-        assert run["config"] == {**experiments[index], "team": "a"}
+        config = run["config"]
+        assert (config["gang/world_size"], config["gang/backend"]) == (1, "gloo")
+        users = {name: value for name, value in config.items() if not name.startswith("gang/")}
+        assert users == {**experiments[index], "team": "a"}
         assert (run["project"], run["tags"]) == ("sweeps", ["tests"])
         assert [(row["epoch"], row["loss"]) for row in run["history"]] == [
             (record.numbers["epoch"], record.numbers["loss"]) for record in models[index].records

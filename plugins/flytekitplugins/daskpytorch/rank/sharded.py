@@ -309,7 +309,7 @@ def copy_of(state: Any, *, takes_shards: bool = False) -> Any:
     try:
         copier.dump(state)
         buffer.seek(0)
-        restorer = pickle.Unpickler(buffer)  # noqa: S301 - the bytes of the line before
+        restorer = pickle.Unpickler(buffer)  # noqa: S301 - our own bytes, written above
         restorer.persistent_load = copier.copies.__getitem__  # type: ignore[method-assign]
         return restorer.load()
     except Exception as error:
