@@ -119,7 +119,7 @@ class Task:
             assert checkpoints.flush(PATIENCE)
 
     def shards(self, number: int) -> list[str]:
-        """Those in an attempt's folder: step, attempt and number."""
+        """Names of the saves in an attempt's folder: step, attempt and number."""
         return sorted(
             str(path.relative_to(self.stored(number))).rpartition("-")[0]
             for path in self.stored(number).glob("step-*/*")

@@ -1,4 +1,4 @@
-"""What the task types for flytekit and those for Flyte 2 have in common. No rank runs."""
+"""Task types for flytekit and for Flyte 2 keep the same promises. No rank runs."""
 
 import subprocess
 import sys

@@ -40,7 +40,7 @@ class Settings:
 class Outer:
     class Inner:
         def __eq__(self, other):
-            return isinstance(other, Outer.Inner)
+            return type(other) is type(self)
 
 
 def plain_pickle():

@@ -18,9 +18,9 @@ from wandb_file import read_run
 from warm import Program
 
 RUN_ID = "f3a-n0"
-"""Of Weights & Biases: the execution and the node, whatever the attempt."""
+"""Id of the Weights & Biases run: the execution and the node, whatever the attempt."""
 NO_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "15"}
-"""Nothing listens where the workers look for the Weights & Biases server."""
+"""Address of a Weights & Biases server, at which nothing listens."""
 
 
 def test_after_sigterm_to_the_task_the_next_attempt_goes_on(tmp_path: Path) -> None:

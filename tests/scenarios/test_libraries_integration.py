@@ -39,7 +39,7 @@ from pages import block
 from processes import nothing_left_behind
 
 PACKAGES = {"lightning_trainer": "lightning", "lightning_fabric": "lightning"}
-"""What an example needs that is not called like it."""
+"""Example -> the package that it needs, where the names differ."""
 HERE = [name for name in library_examples.EXAMPLES if find_spec(PACKAGES.get(name, name)) is not None]
 ONCE = {"max_restarts": 0}
 

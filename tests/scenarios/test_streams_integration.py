@@ -14,7 +14,7 @@ SCRIPT = REPOSITORY / "tests/support/driving.py"
 
 
 def interrupted_twice(how: str, folder: Path) -> tuple[int, str]:
-    """What becomes of the script at two Ctrl-C while it trains: its exit code, and all it has said."""
+    """Press Ctrl-C twice while the script trains, and return its exit code and its output."""
     trains, said = [folder / f"trains-{rank}" for rank in range(2)], folder / "said"
     with nothing_left_behind():
         with said.open("w") as output:

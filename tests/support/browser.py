@@ -15,17 +15,18 @@ import pytest
 INSPECTION = """
 <pre id="report"></pre>
 <script>
-window.addEventListener("load", () => setTimeout(() => {
+const hasInk = canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean);
+const isDrawn = chart => [...chart.querySelectorAll("canvas")].some(hasInk);
+const inspect = () => {
   const report = {};
   for (const frame of document.querySelectorAll("iframe")) {
     const page = frame.contentDocument, root = page.documentElement, inner = frame.contentWindow;
     const charts = [...page.querySelectorAll(".dpt-chart")];
-    const hasInk = canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean);
     const legend = () => [...page.querySelectorAll(".dpt-legend b")].map(value => value.textContent);
     const found = report[frame.name] = {
       overflow: root.scrollWidth - root.clientWidth,
       num_charts: charts.length,
-      num_drawn: charts.filter(chart => [...chart.querySelectorAll("canvas")].some(hasInk)).length,
+      num_drawn: charts.filter(isDrawn).length,
       labels: charts.map(chart => chart.querySelector("[role=img]").getAttribute("aria-label")),
       requests: inner.performance.getEntriesByType("resource").map(entry => entry.name),
       legend: legend(),
@@ -37,7 +38,18 @@ window.addEventListener("load", () => setTimeout(() => {
     found.errors = inner.errors;
   }
   document.getElementById("report").textContent = JSON.stringify(report);
-}, 1000));
+};
+window.addEventListener("load", () => {
+  let numLooks = 0;
+  const timer = setInterval(() => {
+    const frames = [...document.querySelectorAll("iframe")];
+    const charts = frames.flatMap(frame => [...frame.contentDocument.querySelectorAll(".dpt-chart")]);
+    if (charts.every(isDrawn) || ++numLooks === 80) {
+      clearInterval(timer);
+      inspect();
+    }
+  }, 100);
+});
 </script>
 """
 """Says in the page itself what became of the pages in its frames, before and after all their buttons are pressed."""
@@ -55,7 +67,6 @@ class Inspected:
     """Charts that are not blank."""
     labels: list[str]
     """What a screen reader says of each chart."""
-    """Charts with a table beside them."""
     requests: list[str]
     """What it has tried to load."""
     legend: list[str]

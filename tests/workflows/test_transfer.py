@@ -91,7 +91,7 @@ def train_once(
 
 
 def run_cases(directory: Path) -> dict[str, Trained]:
-    """What a rank of a gang of two brings back: for each interruption what the attempt after it left."""
+    """The attempt after each interruption, as a rank of a gang of two has trained it."""
     folder = Path((directory / "photos").read_text())
     found = {"uninterrupted": train_once(folder, HP, FakeCheckpoint(directory / "uninterrupted"))}
     for name in SAVE | STOP_AFTER:

@@ -33,7 +33,7 @@ class Peer:
     connection: Connection
     """The receiving thread sets its `heard_at`, the time of the agent's last message."""
     traceback: str | None = None
-    """Of the agent's own error, after which its connection ends."""
+    """Traceback of the agent's own error, after which its connection ends."""
 
     def send(self, message: ToAgent) -> None:
         """Loss of the connection raises no error here, but arrives as an event."""
