@@ -14,6 +14,7 @@ All sockets are Unix SOCK_SEQPACKET without a name, so each message is one packe
 
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import mmap
@@ -27,12 +28,13 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from importlib import import_module, metadata
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from wrapt import register_post_import_hook
 
@@ -266,6 +268,27 @@ to end would remove for all ranks."""
 # ---- Inherited modules
 
 
+@contextlib.contextmanager
+def _without_finalizers() -> Iterator[None]:
+    """Keep each new `weakref.finalize` of the block from running at the process's exit.
+
+    Torch's finalizers, for objects that end with the process anyway, and entry points that are read with each process
+    group would make a model that does nothing cost 1.7 times as much (`many.py`, 2026-11-29).
+    """
+    begin = weakref.finalize.__init__
+
+    def begin_quietly(finalizer: Any, *args: Any, **kwargs: Any) -> None:
+        begin(finalizer, *args, **kwargs)
+        finalizer.atexit = False
+
+    weakref.finalize.__init__ = begin_quietly  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        weakref.finalize.__init__ = begin  # type: ignore[method-assign]
+
+
+@_without_finalizers()
 def import_for_ranks(others: Sequence[str]) -> None:
     """Import modules, and call the function of `module:function`.
 
@@ -285,6 +308,8 @@ def import_for_ranks(others: Sequence[str]) -> None:
                 imported = import_module(module)
                 if function:
                     getattr(imported, function)()
+        metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
+        metadata.entry_points(group="torch.distributed.backends")
         _settle()
     finally:
         gc.enable()
@@ -306,6 +331,7 @@ class Leisure:
     def is_due(self, *, has_ranks: bool) -> bool:
         return bool(self._names and self._has_trained[0] and not has_ranks)
 
+    @_without_finalizers()
     def import_next(self) -> None:
         with contextlib.suppress(Exception):  # the rank that needs the module reports the error
             import_module(self._names.popleft())
