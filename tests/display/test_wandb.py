@@ -20,7 +20,7 @@ from flytekit.types.file import FlyteFile
 from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
 from flytekitplugins.daskpytorch.display.training import of_model, of_task, run_id
-from flytekitplugins.daskpytorch.display.wandb import RUN_IS, RankRun, RunSettings, WandbObserver
+from flytekitplugins.daskpytorch.display.wandb import RUN_IS, RankRun, WandbObserver
 from flytekitplugins.daskpytorch.flyte import context as flyte_context
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.function import unpack_call
@@ -46,17 +46,17 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return home
 
 
-def settings(
+def asked(
     wandb: Wandb | None = None, *, training: Training | None = None, execution: str | None = "f3a"
-) -> RunSettings:
-    """Run that rank 0 opens after the gang was placed."""
+) -> tuple[Wandb, dict[str, str]]:
+    """Settings and variables of the run that rank 0 opens after the gang was placed."""
     wandb = wandb or Wandb(project="names")
     observer = WandbObserver(wandb, wandb_observer.variables_of(wandb), execution)
     To(observer).begins(training or Training(name="workflows.names.train", id="train-f3a"))
     To(observer).placed(shape_of(node()))
     [part] = Observers([observer]).for_rank()
-    made: RunSettings = unpack_call(part).args[0]
-    return made
+    wandb, variables = unpack_call(part).args
+    return wandb, variables
 
 
 # ---- Which run ------------------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
 
     inputs = {"file": FlyteFile("s3://b/names.csv"), "rates": Rates(0.5, 0.25), "names": ["a"] * 21, "few": [1, 2]}
     wandb = Wandb(project="names", config={"first": 1, "team": "a"})
-    made = settings(wandb, training=of_task("train", "f3a", inputs))
-    assert made.wandb.config == {
+    made, _ = asked(wandb, training=of_task("train", "f3a", inputs))
+    assert made.config == {
         "file": "s3://b/names.csv",
         "first": 1,
         "second": 0.25,
@@ -107,8 +107,8 @@ def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
 
 @pytest.mark.parametrize(("group", "expected"), [(None, "train-f3a"), ("ours", "ours")])
 def test_models_of_a_sweep_have_a_run_each_in_one_group(group: str | None, expected: str) -> None:
-    models = [of_model(settings, "train-f3a", index, {"lr": index}) for index in range(2)]
-    runs = [settings(Wandb(project="names", name="mine", group=group), training=model).wandb for model in models]
+    models = [of_model(asked, "train-f3a", index, {"lr": index}) for index in range(2)]
+    runs = [asked(Wandb(project="names", name="mine", group=group), training=model)[0] for model in models]
     assert [(run.id, run.name, run.group, run.config["lr"]) for run in runs] == [
         (f"train-f3a-{index}", f"mine-{index}", expected, index) for index in range(2)
     ]
@@ -120,18 +120,20 @@ def test_models_of_a_sweep_have_a_run_each_in_one_group(group: str | None, expec
 MINE = "a" * 40
 
 
-def test_the_key_is_the_flyte_secrets_or_the_environments_and_none_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_the_flyte_secrets_or_the_environments_and_no_secret_is_asked_for_offline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     secret = Secret(group="wandb", key="api_key")
     with pytest.raises(ValueError, match="api_key"):
-        settings(Wandb(project="names", secret=secret))
-    assert settings(Wandb(project="names", mode="offline", secret=secret)).variables == {"WANDB_MODE": "offline"}
+        asked(Wandb(project="names", secret=secret))
+    assert asked(Wandb(project="names", mode="offline", secret=secret))[1] == {"WANDB_MODE": "offline"}
     monkeypatch.setenv("WANDB_API_KEY", "from the environment")
-    assert settings().variables == {"WANDB_API_KEY": "from the environment"}
+    assert asked()[1] == {"WANDB_API_KEY": "from the environment"}
     monkeypatch.setenv("_FSEC_WANDB_API_KEY", "from the secret")
     monkeypatch.setattr(host, "_hosts", [flyte_context.current])  # whatever other SDK the tests have imported
-    assert settings(Wandb(project="names", secret=secret)).variables == {"WANDB_API_KEY": "from the secret"}
+    assert asked(Wandb(project="names", secret=secret))[1] == {"WANDB_API_KEY": "from the secret"}
     monkeypatch.setenv("WANDB_MODE", "dryrun")
-    assert settings(Wandb(project="names", secret=secret)).variables == {"WANDB_MODE": "dryrun"}
+    assert asked(Wandb(project="names", secret=secret))[1]["WANDB_API_KEY"] == "from the environment"
 
 
 # ---- Real runs ------------------------------------------------------------------------------------------------------
@@ -169,8 +171,8 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLYTE_EXECUTION_URL", "https://flyte.example/f3a")
-    run = settings(Wandb(project="names", mode="offline", dir=str(tmp_path)), execution="local")
-    tracker = RankRun(run)
+    run = asked(Wandb(project="names", mode="offline", dir=str(tmp_path)), execution="local")
+    tracker = RankRun(*run)
     tracker.on_begin()
     tracker.on_log(record(0, loss=3.0))
     tracker.on_log(record(1, loss=2.0, weights=Histogram.of([0.0, 1.0]), two=Picture.of([[0, 255]], caption="two")))
@@ -187,7 +189,7 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     shown = {part: row[f"two.{part}"] for part in ("_type", "width", "height", "caption")}
     assert shown == {"_type": "image-file", "width": 2, "height": 1, "caption": "two"}
     assert found["notes"] == "https://flyte.example/f3a"
-    observer = WandbObserver(run.wandb, {}, None)
+    observer = WandbObserver(run[0], {}, None)
     To(observer).wrote(1, [f"{RUN_IS}another rank's"])
     assert observer.places() == {}
     To(observer).wrote(0, ["a line", *capsys.readouterr().err.splitlines()])
@@ -200,7 +202,7 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
 def test_what_cannot_be_shown_costs_one_notice_and_its_row_but_not_the_run(
     odd: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = RankRun(settings(Wandb(project="names", dir=str(tmp_path), mode="offline")))
+    tracker = RankRun(*asked(Wandb(project="names", dir=str(tmp_path), mode="offline")))
     for step in range(4):
         tracker.on_log(record(step, **odd if step in (1, 2) else {"loss": 1.0}))
     tracker.on_end(1)
@@ -211,7 +213,7 @@ def test_what_cannot_be_shown_costs_one_notice_and_its_row_but_not_the_run(
 
 
 def test_a_teardown_of_wandb_that_exits_does_not_end_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = RankRun(settings(Wandb(project="names", mode="disabled")))
+    tracker = RankRun(*asked(Wandb(project="names", mode="disabled")))
     with monkeypatch.context() as changed:
         changed.setattr("wandb.teardown", sys.exit)  # as if wandb's own process had ended by a signal
         tracker.on_end(1)
@@ -231,7 +233,7 @@ def test_users_init_joins_the_run_which_is_there_when_the_function_begins(tmp_pa
     import wandb
 
     wandb_of = Wandb(project="names", dir=str(tmp_path), tags=("ours",), config={"epochs": 3, "lr": 1.0})
-    tracker = RankRun(settings(wandb_of))
+    tracker = RankRun(*asked(wandb_of))
     tracker.on_begin()
     assert wandb.run is not None
     with wandb.init(project="others", tags=["theirs"]) as joined:
@@ -253,7 +255,7 @@ def test_what_is_logged_after_wandbs_finish_is_told_and_what_was_before_is_kept(
 ) -> None:
     import wandb
 
-    tracker = RankRun(settings(Wandb(project="names", dir=str(tmp_path))))
+    tracker = RankRun(*asked(Wandb(project="names", dir=str(tmp_path))))
     tracker.on_begin()
     tracker.on_log(record(1, loss=0.0))
     wandb.finish()
@@ -263,7 +265,7 @@ def test_what_is_logged_after_wandbs_finish_is_told_and_what_was_before_is_kept(
     tracker.on_end(0, "others were better")
     assert [row["step"] for row in rows_of(tmp_path)] == [1]
     assert run_in(tmp_path)["exit_code"] == 0
-    assert capsys.readouterr().err.count("nothing after wandb.finish()") == 1
+    assert capsys.readouterr().err.count("takes nothing after wandb.finish()") == 1
 
 
 # ---- A server --------------------------------------------------------------------------------------------------------
@@ -311,9 +313,9 @@ def test_the_drivers_key_and_server_reach_rank_0_on_another_machine(
         of_driver.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         of_driver.setenv("WANDB_API_KEY", MINE)
         of_driver.setenv("WANDB_TAGS", "a,b")
-        made = settings(Wandb(project="names", dir=str(tmp_path)))
+        made = asked(Wandb(project="names", dir=str(tmp_path)))
     assert "WANDB_API_KEY" not in os.environ
-    tracker = RankRun(made)
+    tracker = RankRun(*made)
     tracker.on_begin()
     tracker.on_log(record(1, loss=0.0))
     tracker.on_end(0)
@@ -326,7 +328,7 @@ def test_without_a_key_the_run_is_offline_with_one_line_and_a_stored_key_is_foun
     home: Path, tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-    without_key = RankRun(settings(Wandb(project="names", dir=str(tmp_path))))
+    without_key = RankRun(*asked(Wandb(project="names", dir=str(tmp_path))))
     without_key.on_begin()
     without_key.on_end(0)
     assert capsys.readouterr().err.count("no API key found") == 1
@@ -336,7 +338,7 @@ def test_without_a_key_the_run_is_offline_with_one_line_and_a_stored_key_is_foun
     (home / ".netrc").write_text(stored)
     (home / ".netrc").chmod(0o600)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with_key = RankRun(settings())
+    with_key = RankRun(*asked())
     with_key.on_begin()
     with_key.on_end(0)
     assert server.keys == {MINE}
@@ -349,8 +351,8 @@ def test_a_server_that_has_gone_costs_a_line_and_not_more_time_than_promised(
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", url := f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", MINE)
-    monkeypatch.setattr(wandb_observer, "FINISH_TIMEOUT", 5.0)
-    tracker = RankRun(settings(Wandb(project="names")))
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "5")
+    tracker = RankRun(*asked(Wandb(project="names")))
     tracker.on_begin()
     server.shutdown()
     server.server_close()
@@ -358,4 +360,4 @@ def test_a_server_that_has_gone_costs_a_line_and_not_more_time_than_promised(
     tracker.on_end(0)
     said = capsys.readouterr().err
     assert f"{RUN_IS}{url}/team/names/runs/f3a-train" in said
-    assert "Records may be missing: `wandb sync` sends those" in said
+    assert "has not taken the end (TimeoutError(" in said

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flytekitplugins.daskpytorch import Wandb
 from flytekitplugins.daskpytorch.data import S3ImageFolder
 from flytekitplugins.daskpytorch.display.training import plain_inputs
-from flytekitplugins.daskpytorch.display.wandb import RunSettings
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.sweep.sweep import SweepDisplay
 from pages import REPOSITORY
@@ -109,9 +107,8 @@ def test_all_that_a_local_run_listens_at_is_the_loopback(host: str, tmp_path: Pa
 
 def test_what_may_be_printed_shows_no_secret() -> None:
     folder = S3ImageFolder.__new__(S3ImageFolder)
-    settings = RunSettings(wandb=Wandb(project="p"), variables=SECRETS)
     order = AgentOrder(worker="w", driver=("h", 1), token=b"sentinel")
-    shown = f"{settings!r} {order!r} {folder!r}"
+    shown = f"{order!r} {folder!r}"
     assert "sentinel" not in shown
     assert SECRETS["WANDB_API_KEY"] not in shown
 

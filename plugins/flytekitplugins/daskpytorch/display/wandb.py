@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.training import LINK_VARIABLE, run_config, run_id
@@ -19,25 +19,27 @@ from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.observer import Observer, RankObserver
-from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord, Picture
+from flytekitplugins.daskpytorch.records import Goodput, Histogram, LogRecord
 from flytekitplugins.daskpytorch.settings import Wandb
 
 LABEL = "Weights & Biases"
 RUN_IS = f"{LABEL} run: "
 
-KEY, MODE, NOTES = "WANDB_API_KEY", "WANDB_MODE", "WANDB_NOTES"
+KEY, MODE, NOTES, INIT_TIMEOUT = "WANDB_API_KEY", "WANDB_MODE", "WANDB_NOTES", "WANDB_INIT_TIMEOUT"
 OTHERS = ("WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_JOB_TYPE", "WANDB_TAGS")
 KEYLESS = ("offline", "dryrun", "disabled")
-OFFLINE = (
-    "The run is recorded offline, for `wandb sync`. In a pod, the run is lost with the pod, unless Wandb(dir=...) is a "
-    "folder on a volume."
-)
-
-INIT_TIMEOUT = float(os.environ.get("WANDB_INIT_TIMEOUT", "15"))
-"""Seconds for wandb's server when a run is opened. The run is then recorded offline."""
-OPEN_TIMEOUT = INIT_TIMEOUT + 15.0
-"""Seconds that rank 0's function waits until wandb is imported and the run is open."""
-FINISH_TIMEOUT = 30.0
+NO_KEY = "no API key found. Call `wandb login`, or name a Flyte secret: Wandb(secret=...)"
+OFFLINE = "The run is recorded offline, for `wandb sync`. A pod's run is lost, unless Wandb(dir=...) is on a volume."
+LOST = "The run takes nothing after wandb.finish(). `wandb sync` sends what is in rank 0's folder wandb."
+DEFAULTS = {
+    INIT_TIMEOUT: "15",
+    "WANDB_FINISH_TIMEOUT": "30",
+    "WANDB_FINISH_TIMEOUT_RAISES": "true",
+    "WANDB_SILENT": "true",
+    "WANDB_CONSOLE": "off",
+    "WANDB_REINIT": "return_previous",
+}
+"""Variables of rank 0, also for the user's own calls of wandb there. Timeouts are in seconds."""
 
 
 def variables_of(wandb: Wandb) -> dict[str, str]:
@@ -46,17 +48,9 @@ def variables_of(wandb: Wandb) -> dict[str, str]:
     found = {name: known[name] for name in (KEY, MODE, NOTES, *OTHERS) if known.get(name)}
     if wandb.mode is not None:
         found[MODE] = wandb.mode
-    if found.get(MODE) in KEYLESS:
-        found.pop(KEY, None)
-    elif wandb.secret is not None:
+    if wandb.secret is not None and found.get(MODE) not in KEYLESS:
         found[KEY] = current_execution().secret(wandb.secret)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    wandb: Wandb
-    variables: Mapping[str, str] = field(repr=False)
 
 
 class WandbObserver(Observer):
@@ -64,8 +58,8 @@ class WandbObserver(Observer):
 
     def __init__(self, wandb: Wandb, variables: Mapping[str, str], execution: str | None) -> None:
         self._wandb, self._variables, self._execution = wandb, variables, execution
-        self.where: str | None = None
-        """URL of the run, or the command that uploads an offline run. None until rank 0 has opened it."""
+        self._places: dict[str, str] = {}
+        """URL of the run, or the command that uploads an offline run. Empty until rank 0 has opened it."""
 
     def on_event(self, event: journal.Event) -> None:
         match event:
@@ -74,16 +68,12 @@ class WandbObserver(Observer):
             case journal.Placed(shape=shape):
                 self._shape = shape
             case journal.Wrote(rank=0, lines=lines):
-                said = [line.removeprefix(RUN_IS) for line in lines if line.startswith(RUN_IS)]
-                self.where = said[-1] if said else self.where
+                self._places.update((LABEL, line.removeprefix(RUN_IS)) for line in lines if line.startswith(RUN_IS))
 
     def places(self) -> Mapping[str, str]:
-        return {LABEL: self.where} if self.where is not None else {}
+        return self._places
 
     def for_rank(self) -> Callable[[], RankRun]:
-        return functools.partial(RankRun, RunSettings(wandb=self._own(), variables=self._variables))
-
-    def _own(self) -> Wandb:
         """The user's values come first, then wandb's variables, then the training's own."""
         wandb, training = self._wandb, self._training
         short = training.name.rpartition(".")[2]
@@ -92,14 +82,10 @@ class WandbObserver(Observer):
             id_ = wandb.id or os.environ.get("WANDB_RUN_ID") or run_id(self._execution, short)
         else:
             id_, name = training.id, f"{name}-{training.index}"
-        return replace(
-            wandb,
-            secret=None,  # flytekit's object, which a rank does not need
-            id=id_,
-            name=name,
-            group=wandb.group or training.group,
-            config={**run_config(training, self._shape), **without_secrets(wandb.config)},
-        )
+        config = {**run_config(training, self._shape), **without_secrets(wandb.config)}
+        # flytekit's object for the secret stays here: a rank does not need it.
+        settings = replace(wandb, secret=None, id=id_, name=name, group=wandb.group or training.group, config=config)
+        return functools.partial(RankRun, settings, self._variables)
 
 
 # ---- In rank 0
@@ -111,84 +97,57 @@ class RankRun(RankObserver):
     The user's `wandb.init()` returns this run, since `reinit` is `return_previous`.
     """
 
-    def __init__(self, settings: RunSettings) -> None:
-        self._settings = settings
-        self._has_lost = False
-        self._opening = in_thread(self._open, "daskpytorch-wandb")
+    def __init__(self, wandb: Wandb, variables: Mapping[str, str]) -> None:
+        os.environ.update({**DEFAULTS, **os.environ, **variables})
+        self._timeout = float(os.environ[INIT_TIMEOUT]) + 15.0  # wandb's import, too
+        self._said: set[type[Exception]] = set()
+        self._opening = in_thread(functools.partial(_open, wandb), "daskpytorch-wandb")
 
     def on_begin(self) -> None:
         """Wait until the run is open, so that the user's function finds the run in `wandb.run`."""
-        self._opening.result(OPEN_TIMEOUT)
+        self._opening.result(self._timeout)
 
     def on_log(self, record: LogRecord) -> None:
-        try:
-            shown = {name: _shown(value) for name, value in record.metrics.items()}
-            self._opening.result().log({"step": record.step, **shown})
-        except Exception as error:  # also after the user's `wandb.finish()`
-            if not self._has_lost:
-                self._has_lost = True
-                say(
-                    f"{LABEL} refused the record of step {record.step} ({type(error).__name__}: {error}). The run has "
-                    "no refused records, and nothing after wandb.finish()."
-                )
+        self._send(f"the record of step {record.step}", lambda run: run.log(_row(record)))
 
     def on_goodput(self, goodput: Goodput) -> None:
-        if _is_open(run := self._opening.result()):
-            run.summary["goodput"] = {"share": goodput.share, **goodput.as_dict(), **goodput.bill}
+        account = {"share": goodput.share, **goodput.as_dict(), **goodput.bill}
+        self._send("the goodput", lambda run: run.summary.update({"goodput": account}))
 
     def on_end(self, exit_code: int, stopped_early: str | None = None) -> None:
-        try:
-            if _is_open(run := self._opening.result(OPEN_TIMEOUT)):
-                if stopped_early is not None:
-                    run.summary["stopped_early"] = stopped_early
-                run.finish(exit_code)
-        except Exception as error:  # a TimeoutError, if the server does not answer
-            say(f"{LABEL}: {error!r}. Records may be missing: `wandb sync` sends those in rank 0's folder wandb.")
+        if stopped_early is not None:
+            self._send("the reason of its end", lambda run: run.summary.update({"stopped_early": stopped_early}))
+        self._send("the end", lambda run: run.finish(exit_code))
         _tear_down(exit_code)  # `finish` may return before the run's file is complete
 
-    # ---- in a thread
-
-    def _open(self) -> Any:
-        import wandb
-
-        os.environ.update(self._settings.variables)  # also for the user's own `wandb.Api()`
-        common = _common_settings()
-        if common.mode not in KEYLESS and not wandb.login(prompt=False, verify=False):
-            say(f"{LABEL}: no API key found. Call `wandb login`, or name a Flyte secret: Wandb(secret=...). {OFFLINE}")
-            common.mode = "offline"
+    def _send(self, what: str, send: Callable[[Any], object]) -> None:
         try:
-            run = self._init()
-        except Exception as error:
-            say(f"{LABEL}: {error!r}. {OFFLINE}")
-            _tear_down(0)
-            os.environ[MODE] = "offline"
-            _common_settings()
-            run = self._init()
-        run.define_metric("*", step_metric="step")
-        if not run.disabled:
-            where = f"wandb sync {run.settings.sync_dir}" if run.offline else run.url
-            print(f"{RUN_IS}{where}", file=Screen(), flush=True)
-        return run
-
-    def _init(self) -> Any:
-        import wandb
-
-        asked = self._settings.wandb
-        return wandb.init(
-            **{name: getattr(asked, name) for name in ("project", "entity", "id", "name", "group", "dir")},
-            tags=list(asked.tags) or None,
-            config=dict(asked.config),
-            resume="allow",
-        )
+            send(self._opening.result(self._timeout))
+        except Exception as error:  # also a TimeoutError of the end, if the server does not answer
+            if type(error) not in self._said:
+                self._said.add(type(error))
+                say(f"{LABEL} has not taken {what} ({error!r}). {LOST}")
 
 
-def _common_settings() -> Any:
-    """Set what also holds for the user's own calls of wandb in this process, and return wandb's settings."""
+def _open(asked: Wandb) -> Any:
     import wandb
 
-    limits = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT, "finish_timeout_raises": True}
-    common = wandb.Settings(silent=True, console="off", reinit="return_previous", **limits)
-    return wandb.setup(common).settings
+    given = {name: getattr(asked, name) for name in ("project", "entity", "id", "name", "group", "dir", "config")}
+    begin = functools.partial(wandb.init, **given, tags=asked.tags or None, resume="allow")
+    try:
+        if wandb.setup().settings.mode not in KEYLESS and not wandb.login(prompt=False, verify=False):
+            raise LookupError(NO_KEY)  # noqa: TRY301 - one way of going offline
+        run = begin()
+    except Exception as error:
+        say(f"{LABEL}: {error}. {OFFLINE}")
+        _tear_down(0)
+        os.environ[MODE] = "offline"
+        run = begin()
+    run.define_metric("*", step_metric="step")
+    if not run.disabled:
+        where = f"wandb sync {run.settings.sync_dir}" if run.offline else run.url
+        print(f"{RUN_IS}{where}", file=Screen(), flush=True)
+    return run
 
 
 def _tear_down(exit_code: int) -> None:
@@ -199,17 +158,13 @@ def _tear_down(exit_code: int) -> None:
         wandb.teardown(exit_code)
 
 
-def _is_open(run: Any) -> bool:
+def _row(record: LogRecord) -> dict[str, Any]:
     import wandb
 
-    return wandb.run is run
-
-
-def _shown(value: Any) -> Any:
-    import wandb
-
-    if isinstance(value, Histogram):
-        return wandb.Histogram(np_histogram=(list(value.counts), list(value.edges)))
-    if isinstance(value, Picture):
-        return wandb.Image(value.image(), caption=value.caption or None)
-    return value
+    row: dict[str, Any] = {"step": record.step, **record.metrics}
+    for name, drawing in record.drawings.items():
+        if isinstance(drawing, Histogram):
+            row[name] = wandb.Histogram(np_histogram=(list(drawing.counts), list(drawing.edges)))
+        else:
+            row[name] = wandb.Image(drawing.image(), caption=drawing.caption or None)
+    return row
