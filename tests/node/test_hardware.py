@@ -2,11 +2,14 @@
 
 import asyncio
 import errno
+import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -193,3 +196,15 @@ def test_torch_for_rocm_counts_its_gpus_by_hips_variable(
     amd(answer("a", "b"), PROCESSOR, CARD, CARD)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,6")
     assert hardware.require_gpus(0, "w") == hardware.FoundGpus({"4": "Test GPU", "6": "Test GPU"}, ("a", "b"))
+
+
+def test_an_amd_gpu_is_known_by_its_pci_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = SimpleNamespace(name="MI300X", uuid="ab", pci_domain_id=1, pci_bus_id=0x43, pci_device_id=2)
+    cuda = SimpleNamespace(init=lambda: None, device_count=lambda: 1, get_device_properties=lambda _: about)
+    for version, key in ((None, "ab"), ("6.4", "0001:43:02.0")):
+        torch = SimpleNamespace(cuda=cuda, version=SimpleNamespace(hip=version))
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        exec(hardware.QUESTION, {})
+        assert json.loads(capsys.readouterr().out) == [[["MI300X", key]], ""]

@@ -187,6 +187,8 @@ def test_pods_of_one_host_name_share_no_gpu_whose_uuids_differ() -> None:
     assert choose_backend("nccl", pods, places) == "nccl"
     same = [node(worker, host=host, gpus=("0",), uuids=("U1",)) for worker, host in (("a", "one"), ("b", "other"))]
     assert choose_backend("auto", same, place_ranks(same, 1)) == "gloo"
+    alike = [node(host, host=host, gpus=("0",), uuids=("0000:43:00.0",)) for host in ("one", "other")]  # AMD's
+    assert choose_backend("auto", alike, place_ranks(alike, 1)) == "nccl"
 
 
 def test_failed_gpu_is_left_out_where_no_ranks_have_to_share_others_for_it() -> None:

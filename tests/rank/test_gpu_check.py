@@ -1,10 +1,12 @@
 """A GPU with a fault is found before its rank uses the GPU. The faults come from a library in place of NVML."""
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -98,6 +100,34 @@ def test_without_the_driver_nothing_is_known_and_nothing_said(capfd: pytest.Capt
     assert own_gpu.faults_of("GPU-1") == []
     assert own_gpu.usage("GPU-1") == (None, None)
     assert "".join(capfd.readouterr()) == ""
+
+
+@pytest.mark.parametrize(
+    ("errors", "faults"),
+    [(0, []), (2, ["2 uncorrectable memory errors (ECC) since its driver was loaded"]), ("N/A", [])],
+)
+def test_amds_library_is_asked_about_a_gpu_with_a_pci_address(
+    monkeypatch: pytest.MonkeyPatch, errors: object, faults: list[str]
+) -> None:
+    def handle(address: str) -> str:
+        if address != "0000:43:00.0":
+            raise RuntimeError("AMDSMI_STATUS_NOT_FOUND")
+        return address
+
+    library = SimpleNamespace(
+        amdsmi_init=lambda: None,
+        amdsmi_get_processor_handle_from_bdf=handle,
+        amdsmi_get_gpu_total_ecc_count=lambda _: {"correctable_count": 7, "uncorrectable_count": errors},
+        amdsmi_get_gpu_vram_usage=lambda _: {"vram_total": 65_520, "vram_used": 1024},
+        amdsmi_get_gpu_activity=lambda _: {"gfx_activity": 40, "umc_activity": "N/A"},
+    )
+    monkeypatch.setitem(sys.modules, "amdsmi", library)
+    assert own_gpu.faults_of("0000:43:00.0") == faults
+    assert own_gpu.usage("0000:43:00.0") == (1 << 30, 0.4)
+    assert own_gpu.faults_of("0000:44:00.0") == []
+    monkeypatch.setitem(sys.modules, "amdsmi", None)  # as if it were not installed
+    assert own_gpu.faults_of("0000:43:00.0") == []
+    assert own_gpu.usage("0000:43:00.0") == (None, None)
 
 
 def test_the_functions_in_place_of_nvidia_ml_pys_take_as_many_arguments() -> None:

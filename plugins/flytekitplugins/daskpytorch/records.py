@@ -341,11 +341,11 @@ class RankUsage:
     memory: int
     """Main memory of the rank's process, in bytes."""
     gpu_memory: int | None
-    """Memory in use on the rank's own GPU, by all processes, in bytes. None if the rank has not used a GPU, or NVML
-    gives no figure."""
+    """Memory in use on the rank's own GPU, by all processes, in bytes. None if the rank has not used a GPU, or its
+    vendor's library gives no figure."""
     gpu_utilization: float | None
     """Utilisation of the rank's GPU from 0 to 1, as the GPU's driver counts. None if the rank has not used a GPU, or
-    NVML gives no figure."""
+    its vendor's library gives no figure."""
 
 
 def numbers(metrics: Mapping[str, Any] | None, *, call: str = "save(metrics=") -> dict[str, float]:

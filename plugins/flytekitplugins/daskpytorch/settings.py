@@ -221,8 +221,8 @@ class Gang:
     gpu_check: Literal["off", "quick"] | Callable[[int], None] = "quick"
     """Check of each rank's GPU before the process group forms, at each start of the gang.
 
-    - `quick`: NVML must report neither uncorrectable or pending memory errors, nor a GPU that needs a reset, nor other
-      processes with more than half of the memory. With NCCL, a small kernel must also compute right.
+    - `quick`: NVML must report neither uncorrectable or pending memory errors, nor a GPU that needs a reset. Of AMD's
+      GPUs, `amdsmi` must report no uncorrectable memory errors. With NCCL, a small kernel must also compute right.
     - A function: The quick check, and then the function in each rank. The argument is the CUDA index of the rank's GPU.
       Its exception is the fault of the GPU.
     - `off`: No check.

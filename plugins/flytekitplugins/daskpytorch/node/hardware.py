@@ -33,8 +33,11 @@ found, problem = [], ""
 try:
     torch.cuda.init()
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append([properties.name, str(getattr(properties, "uuid", ""))])
+        about = torch.cuda.get_device_properties(index)
+        key = str(getattr(about, "uuid", ""))
+        if torch.version.hip:  # AMD's libraries disagree about UUIDs
+            key = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+        found.append([about.name, key])
 except Exception as error:
     problem = f"{type(error).__name__}: {error}"
 print(json.dumps([found, problem]))

@@ -20,7 +20,7 @@ class Node:
     gpu_names: tuple[str, ...]
     """In the order of `gpus`."""
     gpu_uuids: tuple[str, ...] = ()
-    """UUIDs, also of MIG instances, in the order of `gpus`: "" if unknown, and none if all are."""
+    """UUIDs, also of MIG instances, or PCI addresses of AMD's GPUs, in the order of `gpus`: "" if unknown."""
     interface: str | None
     versions: dict[str, str]
     """Versions that must equal the driver's."""
@@ -31,7 +31,7 @@ class Node:
 
     def key_of(self, gpu: str) -> GpuKey:
         uuid = self.uuid_of(gpu)
-        return ("", uuid) if uuid else (self.host, gpu)
+        return ("", uuid) if uuid and ":" not in uuid else (self.host, uuid or gpu)
 
     def uuid_of(self, gpu: str) -> str:
         return dict(zip(self.gpus, self.gpu_uuids, strict=False)).get(gpu, "")
@@ -64,7 +64,7 @@ class Place:
     visible_gpus: tuple[str, ...]
     num_threads: int
     gpu_uuid: str = ""
-    """UUID of the GPU or MIG instance, or empty if unknown."""
+    """UUID of the GPU or MIG instance, or AMD's PCI address, or empty if unknown."""
 
     @property
     def device_index(self) -> int | None:

@@ -1,10 +1,10 @@
-"""This rank's GPU: what NVML says of it, and the check before the gang uses it.
+"""This rank's GPU: what its vendor's library says of it, and the check before the gang uses it.
 
-Runs in the rank. Only this file imports `pynvml`. A container without the driver capability `utility` lacks NVML's
-library: NVML then knows no GPU.
+Runs in the rank. Only this file imports `pynvml` and `amdsmi`. A GPU is known by NVIDIA's UUID, or by AMD's PCI
+address. A container without the driver capability `utility` lacks NVML's library: NVML then knows no GPU.
 
-The check runs before the process group forms: NVML's answers, a small kernel, the user's function. A GPU that does not
-pass raises `GpuFaultError`, and counts as a lost worker.
+The check runs before the process group forms: the library's answers, a small kernel, the user's function. A GPU that
+does not pass raises `GpuFaultError`, and counts as a lost worker.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 
-# ---- NVML
+# ---- What NVML or AMD SMI says
 
+ECC_ERRORS = "uncorrectable memory errors (ECC) since its driver was loaded"
 RECOVERIES = {1: "a reset", 2: "a reboot of its host"}
 
 
@@ -38,6 +39,8 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
 
     A MIG instance has memory of its own, and all else of its GPU.
     """
+    if _is_amd(uuid):
+        return _usage_of_amd(uuid)
     with contextlib.suppress(NvmlError):
         if (gpu := _find(uuid)) is not None:
             memory, rates = _ask("nvmlDeviceGetMemoryInfo", gpu), _ask("nvmlDeviceGetUtilizationRates", gpu)
@@ -46,6 +49,9 @@ def usage(uuid: str) -> tuple[int | None, float | None]:
 
 
 def faults_of(uuid: str) -> list[str]:
+    if _is_amd(uuid):
+        errors = _asked_of_amd(uuid, "amdsmi_get_gpu_total_ecc_count", "uncorrectable_count")
+        return [f"{errors} {ECC_ERRORS}"] if errors else []
     try:
         gpu = _find(uuid)
         return [] if gpu is None else list(_read_faults(gpu))
@@ -64,7 +70,7 @@ def _read_faults(gpu: Any) -> Iterator[str]:
     whole = _ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", gpu) or gpu
     what = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     if errors := _ask("nvmlDeviceGetTotalEccErrors", whole, *what):
-        yield f"{errors} uncorrectable memory errors (ECC) since its driver was loaded"
+        yield f"{errors} {ECC_ERRORS}"
     _, _, is_pending, has_failed = _ask("nvmlDeviceGetRemappedRows", whole) or (0, 0, 0, 0)
     if has_failed:
         yield "a row of its memory could not be remapped"
@@ -89,6 +95,27 @@ def _ask(name: str, *arguments: Any) -> Any:
         raise NvmlError(f"NVML's {name} says: {error}") from error
     except pynvml.NVMLError:  # CUDA, which has a library of its own, may work
         return None
+
+
+def _is_amd(uuid: str) -> bool:
+    return ":" in uuid
+
+
+def _usage_of_amd(address: str) -> tuple[int | None, float | None]:
+    used = _asked_of_amd(address, "amdsmi_get_gpu_vram_usage", "vram_used")  # MB
+    busy = _asked_of_amd(address, "amdsmi_get_gpu_activity", "gfx_activity")  # %
+    return None if used is None else used << 20, None if busy is None else busy / 100
+
+
+def _asked_of_amd(address: str, question: str, key: str) -> int | None:
+    try:
+        import amdsmi
+
+        amdsmi.amdsmi_init()
+        answer = getattr(amdsmi, question)(amdsmi.amdsmi_get_processor_handle_from_bdf(address))[key]
+    except Exception:  # not installed, its library missing, `AmdSmiException`: HIP, with its own library, may work
+        return None
+    return answer if isinstance(answer, int) else None  # "N/A"
 
 
 # ---- The check
@@ -117,7 +144,7 @@ class GpuCheck:
         try:
             found = self._faults.result(NVML_TIMEOUT)
         except TimeoutError:
-            found = [f"NVML, the driver's library, did not answer within {NVML_TIMEOUT:g} s (nvidia-smi may hang, too)"]
+            found = [f"the driver's library did not answer within {NVML_TIMEOUT:g} s (nvidia-smi may hang, too)"]
         if found:
             raise _fault("; ".join(found))
 
@@ -144,7 +171,8 @@ class GpuCheck:
 
 def _fault(found: str) -> GpuFaultError:
     return GpuFaultError(
-        f"the check before its use found: {found}. Reset the GPU (nvidia-smi --gpu-reset) or drain its host. "
+        f"the check before its use found: {found}. Reset the GPU (nvidia-smi --gpu-reset, "
+        "amd-smi reset --gpureset) or drain its host. "
         'Gang(gpu_check="off") starts without the check'
     )
 
