@@ -179,16 +179,13 @@ def test_model_that_is_saved_itself_comes_back_trainable(rank: Rank) -> None:
     assert all(type(weights) is torch.nn.Parameter and weights.requires_grad for weights in again.parameters())
 
 
-@pytest.mark.parametrize("state", [threading.Lock(), {"model": [lambda: 0]}])
+@pytest.mark.parametrize(
+    "state",
+    [threading.Lock(), {"model": [lambda: 0]}, {"b": torch.ones(2, device="meta")}],
+    ids=["lock", "lambda", "meta"],
+)
 def test_state_that_cannot_be_pickled_is_refused_with_advice(rank: Rank, state: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be pickled: .*state_dict\(\)"):
-        rank.checkpoint().save(state, 1)
-    assert not list(rank.folder.iterdir())
-
-
-def test_tensor_without_values_is_refused_with_advice(rank: Rank) -> None:
-    state = {"model": {"w": torch.ones(2), "b": torch.ones(2, device="meta")}}
-    with pytest.raises(TypeError, match=r"a tensor of shape \(2,\) on the meta device.*to_empty\("):
         rank.checkpoint().save(state, 1)
     assert not list(rank.folder.iterdir())
 
@@ -205,21 +202,14 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@dataclasses.dataclass
-class Averages:
-    weights: list[Any]
-
-
-@pytest.mark.parametrize("kind", ["parameter", "dataclass", "optimizer"])
+@pytest.mark.parametrize("kind", ["parameter", "optimizer"])
 def test_sharded_state_is_refused(rank: Rank, mesh: DeviceMesh, kind: str) -> None:
-    part, plain = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]), torch.zeros(3)
-    weights = torch.nn.Parameter(part)
+    weights = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
     weights.sum().backward()
     optimizer.step()
     states: dict[str, Any] = {
-        "parameter": {"model": {"a": plain, "layer.weight": weights}},
-        "dataclass": {"averages": Averages([plain, (plain, part)])},
+        "parameter": {"model": [torch.zeros(3), {"layer.weight": weights}]},
         "optimizer": {"optimizer": optimizer.state_dict()},
     }
     checkpoint = rank.checkpoint()
@@ -272,11 +262,7 @@ def test_file_is_announced_when_it_is_whole(rank: Rank) -> None:
     assert (file.attempt, file.step) == (2, 5)
     assert file.name == f"step-5-{file.digest[:16]}.pt"
     assert seen == [(True, True, [rank.folder / file.name])]
-
-
-def test_file_can_be_read_by_torch_alone(rank: Rank) -> None:
-    rank.through({"w": torch.ones(2)})
-    assert torch.load(rank.folder / rank.announced[0].name, weights_only=True)["w"].equal(torch.ones(2))
+    assert torch.load(rank.folder / file.name, weights_only=True)["w"].equal(torch.zeros(1000))
 
 
 def test_only_rank_0_writes(rank: Rank) -> None:

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch.context import Progress
 from flytekitplugins.daskpytorch.process import worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, CheckpointEntry
+from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, CheckpointEntry, HashedStream
 from flytekitplugins.daskpytorch.rank import sharded, shards
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
 from flytekitplugins.daskpytorch.rank.transfers import Transfers
@@ -88,7 +88,7 @@ def test_what_is_written_is_what_was_there_when_it_was_handed_over() -> None:
     """A storage's file may read later what it was given, as obstore's does."""
     given: list[Any] = []
     memory, handed = bytearray(3 << 20), b""
-    stream = shards._Stream(SimpleNamespace(write=given.append))  # type: ignore[arg-type]
+    stream = HashedStream(SimpleNamespace(write=given.append))  # type: ignore[arg-type]
     for number in range(9):
         memory[:] = bytes([number]) * len(memory)
         stream.write(memoryview(memory))
@@ -301,7 +301,6 @@ def test_what_cannot_be_written_at_all_is_given_up_and_the_next_one_is_tried(
     told = "PermissionError: the token has expired (rank 0)"
     lost = rank.reports.pop()
     assert (lost.entry.step, lost.entry.digest, lost.failure) == (1, "", told)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     files.num_failures = 0
     assert rank.save(state(2.0), 2).step == 2
 

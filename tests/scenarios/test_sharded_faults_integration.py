@@ -68,8 +68,8 @@ def doom(moment: str) -> None:
 
     match moment:
         case "in mid upload":
-            real = shards._Stream.write
-            shards._Stream.write = lambda self, data: (real(self, data), self._file.flush(), die())
+            real = shards.HashedStream.write
+            shards.HashedStream.write = lambda self, data: (real(self, data), self._file.flush(), die())
         case "at the report":
             sharded.Written = die
         case "at .metadata":
@@ -184,8 +184,8 @@ def write_slowly() -> None:
     from flytekitplugins.daskpytorch.rank import shards
 
     if current_rank().rank == 1:
-        stream: Any = shards._Stream
-        shards._Stream = lambda file: (time.sleep(0.1), stream(file))[1]
+        stream: Any = shards.HashedStream
+        shards.HashedStream = lambda file: (time.sleep(0.1), stream(file))[1]
 
 
 def save_and_leave(*, destroys: bool) -> None:

@@ -19,7 +19,6 @@ import fault_training as ft
 from fault_proxy import UNAVAILABLE, FaultProxy, denied, in_turns, late
 from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
-from gangs import put_driver_elsewhere
 from processes import MAX_SECONDS, Cluster, nothing_left_behind, small_disk, until
 from seaweed import Weed
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, execute
@@ -77,25 +76,6 @@ def outgrow_the_driver(folder: str, num_bytes: int) -> float:
     return train_with(folder, save)
 
 
-def die_once_it_is_damaged(folder: str) -> float:
-    def save(keep: Callable[..., None], state: Any, step: int) -> None:
-        keep(state, step)
-        ft._await(folder, f"kept-{step}")
-        damage(next(current_rank().checkpoint.folder.glob(f"step-{step}-*")))  # type: ignore[attr-defined]
-        break_down(folder)
-
-    return train_with(folder, save)
-
-
-def damage(path: Path) -> None:
-    """Flip a byte among the tensor's own."""
-    data = bytearray(path.read_bytes())
-    position = data.find(torch.load(path, weights_only=True)["value"].numpy().tobytes())
-    assert position > 0
-    data[position + 3] ^= 0xFF
-    path.write_bytes(data)
-
-
 # ---- Cases
 
 
@@ -119,18 +99,6 @@ def test_the_drivers_disk_is_full(
         check_resumed(watched, ft.SAVED_AT)
         assert any(refusal in note for note in watched.notes), watched.notes
         until(lambda: not list(small.iterdir()), "the driver to clean up")
-
-
-@pytest.fixture
-def driver_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_driver_elsewhere(monkeypatch)
-
-
-@pytest.mark.usefixtures("driver_elsewhere")
-def test_the_workers_own_copy_is_damaged(client: Client, launch: ft.Launch) -> None:
-    """The driver's is whole, and is taken."""
-    watched = launch(client, die_once_it_is_damaged)
-    check_resumed(watched, SAVED_NEXT)
 
 
 def test_s3_takes_checkpoints_badly(cluster: Cluster, weed: Weed, s3: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Manifest of a gang's checkpoints in storage, and the retention policy: last and best. Runs in the driver.
 
-manifest.json: {"format": 4, "checkpoints": [...]}    the newest first
+manifest.json: {"format": 5, "checkpoints": [...]}    the newest first
 """
 
 import contextlib
@@ -22,10 +22,9 @@ from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Keep
 
 MANIFEST = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 """Earlier formats were never released. Format 1 named no format."""
 E = TypeVar("E", CheckpointEntry, SavedCheckpoint)
-T = TypeVar("T")
 
 
 def best_first(entries: Iterable[E], keep: Keep) -> list[E]:
@@ -118,17 +117,15 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
     def tell(error: Exception) -> None:
         say(f"the previous checkpoint cannot be read yet ({type(error).__name__}: {error}); trying again")
 
-    def retried(act: Callable[[], T]) -> T:
-        return with_retries(act, [retry_after * 2**number for number in range(4)], tell, final=(GangStartError,))
-
+    waits = [retry_after * 2**number for number in range(4)]
     try:
-        named = retried(lambda: read(files, folder))
+        named = with_retries(lambda: read(files, folder), waits, tell, final=(GangStartError,))
         previous.listed, previous.is_known = named or [], named is not None
         whole = [entry for entry in previous.listed if not entry.is_sharded]
         best = best_first(reversed(whole), keep)[: keep.best]
         for entry in whole:
             if not previous.found or entry in best:
-                is_whole = retried(functools.partial(_fetch, files, entry, disk / entry.name))
+                is_whole = with_retries(functools.partial(_fetch, files, entry, disk / entry.name), waits, tell)
                 (previous.found if is_whole else previous.damaged).append(entry)
     except GangStartError:
         raise
@@ -149,6 +146,6 @@ def _fetch(files: Files, entry: CheckpointEntry, target: Path) -> bool:
         return True
     say(
         f"the previous attempt's checkpoint of step {entry.step} is incomplete or damaged, and is not used: "
-        f"{entry.uri} is missing or has another SHA-256 than in the manifest"
+        f"{entry.uri} is missing or has another digest than in the manifest"
     )
     return False

@@ -6,17 +6,20 @@ Runs in ranks, agents and driver. Only one attempt writes to the folder of a sha
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import xxhash
 
 from flytekitplugins.daskpytorch.process.folders import replacing
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 
+CHUNK = 8 << 20
+"""Bytes per `write` call on a checkpoint's file."""
 LENT = "lent"
 """Folder in the driver's folder, with the whole checkpoints that ranks of this attempt may load."""
 
@@ -30,7 +33,7 @@ class CheckpointEntry:
     size: int = 0
     """Bytes of the file, or of all ranks' objects together."""
     digest: str = ""
-    """SHA-256 of the file, or of `.metadata`."""
+    """XXH3 of the file, or SHA-256 of `.metadata`: its pickle may lie where more users can write than the manifest."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # NaN is not equal to itself
     is_evaluated: bool = field(default=False, compare=False)
     """`metrics` includes those of `Gang(evaluate=...)`."""
@@ -68,24 +71,34 @@ class Written:
     failure: str | None = None
 
 
-class HashedFile(io.BufferedWriter):
-    def __init__(self, file: io.FileIO) -> None:
-        super().__init__(file)
-        self.digest = hashlib.sha256()
+class HashedStream:
+    """A file to `torch.save`, or an item's part of one."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size = 0
+        self.digest = xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        return super().write(data)
+        for start in range(0, len(data), CHUNK):
+            # A copy: a storage's file may read it later, when torch may have reused `data`.
+            self._file.write(bytes(data[start : start + CHUNK]))
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """The file is flushed when it is closed."""
 
 
 def digest_of(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def take_file(pieces: Iterable[bytes], path: Path, what: str, digest: str | None = None) -> None:
-    """Write a received file, atomically. ValueError: it has another SHA-256 than `digest`."""
-    found, unfinished = hashlib.sha256(), path.with_name(f"unfinished-{path.name}-{uuid.uuid4().hex}")
+    """Write a received file, atomically. ValueError: it has another digest."""
+    found, unfinished = xxhash.xxh3_128(), path.with_name(f"unfinished-{path.name}-{uuid.uuid4().hex}")
     with replacing(path, unfinished), unfinished.open("wb") as file:
         for piece in pieces:
             file.write(piece)

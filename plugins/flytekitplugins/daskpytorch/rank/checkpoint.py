@@ -7,7 +7,6 @@ sharded  each rank --shards--> storage --> the ranks of the next attempt        
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import Checkpoint, current_rank
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, HashedFile, Written
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, HashedStream, Written
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints, copy_of, gathered
@@ -137,13 +136,14 @@ def write_checkpoint(
 
     unfinished = folder / f"{UNWRITTEN}{attempt}-{step}"
     try:
-        with HashedFile(io.FileIO(unfinished, "w")) as file:
-            torch.save(state, file)
+        with unfinished.open("wb") as file:
+            stream: Any = HashedStream(file)
+            torch.save(state, stream)
         written = CheckpointEntry(
             attempt=attempt,
             step=step,
-            size=unfinished.stat().st_size,
-            digest=file.digest.hexdigest(),
+            size=stream.size,
+            digest=stream.digest.hexdigest(),
             metrics=metrics,
         )
         unfinished.rename(folder / written.name)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch.context import current_rank
-from flytekitplugins.daskpytorch.process.worker import LOOK_INTERVAL, Worker, pause
+from flytekitplugins.daskpytorch.process.worker import LOOK_INTERVAL, Worker, with_retries
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding, Written, folder_name
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
@@ -91,11 +91,12 @@ class ShardedCheckpoints:
         for checkpoint in checkpoints:
             files = current_execution().filesystem(checkpoint.uri)
             reader = ShardReader(files, checkpoint, moved=self._moved)
-            problem = self._opened(reader) or _read(reader, state)
+            failures = self._read(reader, state)
             is_touched |= reader.has_begun
-            if problem is None:
+            if not failures:
                 return checkpoint.step
-            self._heed(checkpoint, *problem)
+            rank = min(failures)
+            self._heed(checkpoint, failures[rank], f"{_text(failures[rank])} (rank {rank})")
         steps = ", ".join(str(each.step) for each in checkpoints)
         if is_touched or chosen is not None:
             changed = ", and reading them has changed the state" if is_touched else ""
@@ -146,14 +147,12 @@ class ShardedCheckpoints:
     def _check_place(self) -> None:
         from flytekitplugins.daskpytorch.rank.shards import RETRY_AFTER
 
-        token = self._sharding.token
-        if token is None or self._has_seen_place:
-            return
-        for wait in RETRY_AFTER if self._attempt else ():  # earlier ranks may have seen it
-            if Path(token).exists():
-                break
-            pause(wait, self._moved)
-        if not Path(token).exists():
+        if not self._has_seen_place:
+            # Retries in later attempts: earlier ranks may have seen it.
+            with_retries(self._see_place, RETRY_AFTER if self._attempt else (), moved=self._moved, final=())
+
+    def _see_place(self) -> None:
+        if not Path(str(self._sharding.token)).exists():
             raise FileNotFoundError(
                 f"rank {self._rank} does not see {self._sharding.base}, where the shards are kept: it is a folder of "
                 "the driver's machine. Name a storage that all ranks reach: Gang(checkpoint_uri=...), with a shared "
@@ -193,16 +192,26 @@ class ShardedCheckpoints:
             )
             self._report(Written(entry, failure))
 
-    def _opened(self, reader: ShardReader) -> tuple[Exception, str] | None:
-        """Return the first rank's error and its text."""
+    def _read(self, reader: ShardReader, state: dict[str, Any]) -> dict[int, BaseException]:
+        """Return the ranks' errors, the same on all ranks."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        from flytekitplugins.daskpytorch.rank.shards import Planner
+
         problem: Exception | None = None
         try:
             self._check_place()
             reader.open()
         except Exception as error:  # the other ranks wait for this rank's message
             problem = error
-        found = [(rank, error) for rank, error in enumerate(gathered(problem)) if error is not None]
-        return (found[0][1], f"{found[0][1]} (rank {found[0][0]})") if found else None
+        failures = {rank: error for rank, error in enumerate(gathered(problem)) if error is not None}
+        if not failures:
+            try:
+                load(state, storage_reader=reader, planner=Planner())
+            except CheckpointException as error:
+                failures = {rank: cause for rank, (cause, _) in error.failures.items()}
+        return failures
 
     def _heed(self, checkpoint: CheckpointEntry, problem: BaseException, text: str) -> None:
         from flytekitplugins.daskpytorch.rank.shards import DamagedError
@@ -221,20 +230,6 @@ class ShardedCheckpoints:
     def _say(self, text: str) -> None:
         if self._rank == 0:
             print(text, file=sys.stderr)
-
-
-def _read(reader: ShardReader, state: dict[str, Any]) -> tuple[BaseException, str] | None:
-    """Return the first rank's error and its text."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from flytekitplugins.daskpytorch.rank.shards import Planner
-
-    try:
-        load(state, storage_reader=reader, planner=Planner())
-    except CheckpointException as error:
-        return next(iter(sorted(error.failures.items())))[1][0], _told(error)
-    return None
 
 
 def _told(error: BaseException) -> str:
@@ -287,7 +282,7 @@ class _Copier(pickle.Pickler):
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, self._tensor):
             return None
-        if (isinstance(obj, self._sharded) and not self._takes_shards) or obj.is_meta:
+        if isinstance(obj, self._sharded) and not self._takes_shards:
             self.refused = obj
             raise TypeError
         key = _place_of(obj)
@@ -313,25 +308,17 @@ def copy_of(state: Any, *, takes_shards: bool = False) -> Any:
         restorer.persistent_load = copier.copies.__getitem__  # type: ignore[method-assign]
         return restorer.load()
     except Exception as error:
-        if copier.refused is not None:
-            raise _refusal(copier.refused) from None
+        if (found := copier.refused) is not None:
+            raise TypeError(
+                f"the state to be saved is sharded: it has a {type(found).__name__} of shape {tuple(found.shape)}, "
+                "spread over the ranks, and of a state only rank 0's part is kept. Use checkpoint.save_sharded(state, "
+                "step) and load_sharded(state), by which each rank keeps its own part, or gather the state before on "
+                "all ranks."
+            ) from None
         raise TypeError(
             f"the state to be saved cannot be pickled: {error}. Save tensors and plain data, such as state_dict() of "
             "the model and the optimizer, instead of the objects themselves."
         ) from error
-
-
-def _refusal(tensor: torch.Tensor) -> TypeError:
-    if not isinstance(tensor, sharded_classes()):
-        return TypeError(
-            f"the state to be saved has a tensor of shape {tuple(tensor.shape)} on the meta device, without values. "
-            "Give it values first: module.to_empty(device=...), then its initialisation or load_state_dict."
-        )
-    return TypeError(
-        f"the state to be saved is sharded: it has a {type(tensor).__name__} of shape {tuple(tensor.shape)}, spread "
-        "over the ranks, and of a state only rank 0's part is kept. Use checkpoint.save_sharded(state, step) and "
-        "load_sharded(state), by which each rank keeps its own part, or gather the state before on all ranks."
-    )
 
 
 def _place_of(tensor: torch.Tensor) -> object:

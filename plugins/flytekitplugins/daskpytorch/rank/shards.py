@@ -9,7 +9,6 @@ A checkpoint's folder has torch's layout, which plain `torch.distributed.checkpo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import io
@@ -18,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -29,10 +28,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import WriteResult
 
 from flytekitplugins.daskpytorch.process.worker import with_retries
-from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, CheckpointEntry
+from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, CheckpointEntry, HashedStream
 
-CHUNK = 8 << 20
-"""Bytes per `write` call on a file in storage."""
 NUM_READERS = 8
 """Items that are read at once. A request for one may take longer than its bytes."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -86,25 +83,20 @@ class ShardWriter(FileSystemWriter):
         print(f"{what}; trying again, while the training goes on", file=sys.stderr)
 
     def _write(self, name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        path, results, start = f"{self._folder}/{name}", [], 0
-        try:
-            with self._open(path) as file:
-                for item in plan.items:
-                    stream: Any = _Stream(file)
-                    data = planner.resolve_data(item)
-                    if isinstance(data, io.BytesIO):
-                        stream.write(data.getbuffer())
-                    else:
-                        torch.save(data, stream)
-                    place: Any = _StorageInfo(name, start, stream.size)
-                    place.digest = stream.digest.hexdigest()
-                    results.append(WriteResult(item.index, stream.size, place))
-                    start += stream.size
-                    self._moved()
-        except BaseException:
-            with contextlib.suppress(Exception):  # an unfinished object would fill the disk
-                self._files.rm_file(path)
-            raise
+        results, start = [], 0
+        with self._open(f"{self._folder}/{name}") as file:
+            for item in plan.items:
+                stream: Any = HashedStream(file)
+                data = planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    stream.write(data.getbuffer())
+                else:
+                    torch.save(data, stream)
+                place: Any = _StorageInfo(name, start, stream.size)
+                place.digest = stream.digest.hexdigest()
+                results.append(WriteResult(item.index, stream.size, place))
+                start += stream.size
+                self._moved()
         return results
 
     def _open(self, path: str) -> Any:
@@ -113,26 +105,6 @@ class ShardWriter(FileSystemWriter):
         except FileNotFoundError:  # a storage with folders
             self._files.makedirs(self._folder, exist_ok=True)
             return self._files.open(path, "wb")
-
-
-class _Stream:
-    """An item's part of a file."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.size = 0
-        self.digest = xxhash.xxh3_128()
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        for start in range(0, len(data), CHUNK):
-            # A copy: obstore's file reads it later, when torch may have reused `data`.
-            self._file.write(bytes(data[start : start + CHUNK]))
-        self.size += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """The file in storage is flushed when it is closed."""
 
 
 class ShardReader(FileSystemReader):

@@ -12,14 +12,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.framing import Connection, dial
 from flytekitplugins.daskpytorch.protocol.job import LargeCall, RankOrder
 
-MAX_RETRIES = 2
-"""Retries of an upload after a broken connection."""
 UNWRITTEN = "saving-"
 """Prefix of the name of a checkpoint's file that is being written."""
 ARGUMENTS = "arguments-"
@@ -44,13 +41,10 @@ class Transfers:
         """Bring a checkpoint's file from `folder` to the driver. OSError or EOFError: it did not arrive."""
         if self._shared is not None:
             return
-        for num_left in reversed(range(1 + MAX_RETRIES)):
-            try:
-                self._upload(file)
-                break
-            except (EOFError, ConnectionError):
-                if not num_left:
-                    raise
+        with contextlib.closing(dial(self._agent)) as connection:
+            connection.send(messages.Upload(file))
+            connection.send_file(self.scratch / file.name, self._moved)
+            _check(connection)
         for old in self.scratch.glob("step-*.pt"):  # the driver has all that may still be loaded
             if old.name != file.name:
                 old.unlink(missing_ok=True)
@@ -60,11 +54,8 @@ class Transfers:
         if self._shared is not None:
             return self._shared / LENT / file.name
         path = self.scratch / file.name
-        if path.exists() and digest_of(path) == file.digest:
-            return path
-        seen = state_of(path)
         with self._once_a_node():
-            if state_of(path) == seen:  # else another rank has downloaded it
+            if not path.exists() or digest_of(path) != file.digest:
                 self._download(file.name, path, file.size, f"the checkpoint of step {file.step}", file.digest)
         return path
 
@@ -77,12 +68,6 @@ class Transfers:
                     old.unlink(missing_ok=True)
                 self._download(messages.CALL, path, call.size, "the call's large arguments")
         return path
-
-    def _upload(self, file: CheckpointEntry) -> None:
-        with contextlib.closing(dial(self._agent)) as connection:
-            connection.send(messages.Upload(file))
-            connection.send_file(self.scratch / file.name, self._moved)
-            _check(connection)
 
     def _download(self, name: str, path: Path, size: int, what: str, digest: str | None = None) -> None:
         with contextlib.closing(dial(self._agent)) as connection:
