@@ -3,10 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from flytekitplugins.daskpytorch import Gang
-from flytekitplugins.daskpytorch.driver.storage import Keys, call_of
+from flytekitplugins.daskpytorch.driver.storage import Keys
 
 
 def train() -> None: ...
@@ -55,25 +53,3 @@ def test_another_task_of_the_same_process_begins_anew() -> None:
         assert own.take(train, None, task=task) == ["train-1"]
         assert own.take(train, None, task=None) == ["train-2"]  # a thread, which does not know its task
         assert own.take(train, None, task=task) == ["train-3"]
-
-
-def test_a_call_that_is_equal_to_one_that_has_not_ended_well_has_its_key_once() -> None:
-    own = Keys()
-    for call in ("with 5", "with 6"):
-        assert own.take(train, None, call=call) == [{"with 5": "train-1", "with 6": "train-2"}[call]]
-    own.note_unfinished("with 5", ["train-1"])
-    assert own.take(train, None, call="with 6") == ["train-3"]
-    assert own.take(train, None, call="with 5") == ["train-1"]
-    assert own.take(train, None, call="with 5") == ["train-4"]  # beside the other, which runs
-
-
-def test_calls_are_equal_by_function_arguments_and_place() -> None:
-    def call(*args: object, uri: str | None = "here", **kwargs: object) -> object:
-        return call_of(train, args, kwargs, Gang(checkpoint_uri=uri))
-
-    arguments = ({"lr": 0.1}, torch.ones(1 << 19))
-    assert call(*arguments, words={"a"}) == call({"lr": 0.1}, torch.ones(1 << 19), words={"a"}) is not None
-    others = [call({"lr": 0.2}, arguments[1]), call({"lr": 0.1}, torch.zeros(1 << 19)), call(*arguments, uri="there")]
-    assert call(*arguments) not in others
-    assert call(*arguments, uri=None) is None
-    assert call_of(train, (), {}, Gang(checkpoint_uri="here", key="mine")) is None

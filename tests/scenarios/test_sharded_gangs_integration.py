@@ -140,7 +140,7 @@ def test_gang_that_is_told_to_end_commits_its_last_shards_and_says_so(tmp_path: 
         )
     )
     told.start()
-    kept = r"the checkpoint of step (\d+) is in .*, and the same call goes on from it"
+    kept = r"the checkpoint of step (\d+) is in .*, and the same call in a new process goes on from it"
     with pytest.raises(PreemptedError, match=kept) as ended:
         supervisor.run()
     told.join()

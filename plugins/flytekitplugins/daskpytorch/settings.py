@@ -316,9 +316,8 @@ class Gang:
     shards to either.
 
     Outside a Flyte task the folder has all that a later call needs to go on: the call with the same `key`, or else the
-    call of the same function with the same number in its process. An equal call in the same process goes on from a
-    failed or cancelled call, and starts afresh after a successful one. The log names the step and the folder. A second
-    gang is refused while another one uses the same folder.
+    call of the same function with the same number in its process. The log names the step and the folder. A second gang
+    is refused while another one uses the same folder.
     """
     compile_cache: str | None = None
     """Storage for what `torch.compile` builds, which later ranks, gangs and machines load: a folder or an fsspec URL.

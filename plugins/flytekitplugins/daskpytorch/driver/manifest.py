@@ -99,8 +99,6 @@ def _entry(named: dict[str, Any], folder: str) -> CheckpointEntry:
 class Previous:
     listed: list[CheckpointEntry] = field(default_factory=list)
     """All in the manifest, the newest first."""
-    found: list[CheckpointEntry] = field(default_factory=list)
-    """Whole ones that were copied to the driver's disk, the newest first."""
     damaged: list[CheckpointEntry] = field(default_factory=list)
     is_known: bool = False
     """The manifest was read. Otherwise the driver cannot tell which older checkpoints to keep."""
@@ -112,7 +110,7 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
     If storage fails to the last, a log line says so, and the result has what was read. Each retry doubles `retry_after`
     (seconds).
     """
-    previous = Previous()
+    previous, newest = Previous(), None
 
     def tell(error: Exception) -> None:
         say(f"the previous checkpoint cannot be read yet ({type(error).__name__}: {error}); trying again")
@@ -124,14 +122,16 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
         whole = [entry for entry in previous.listed if not entry.is_sharded]
         best = best_first(reversed(whole), keep)[: keep.best]
         for entry in whole:
-            if not previous.found or entry in best:
+            if newest is None or entry in best:
                 is_whole = with_retries(functools.partial(_fetch, files, entry, disk / entry.name), waits, tell)
-                (previous.found if is_whole else previous.damaged).append(entry)
+                if not is_whole:
+                    previous.damaged.append(entry)
+                elif newest is None:
+                    newest = entry
     except GangStartError:
         raise
     except Exception as error:  # storage clients raise errors of any class
-        found = previous.found
-        goes_on = f"goes on from step {found[0].step}" if found else "starts afresh"
+        goes_on = f"goes on from step {newest.step}" if newest is not None else "starts afresh"
         say(
             f"the previous attempt's checkpoints at {folder} cannot be read ({type(error).__name__}: {error}); "
             f"the training {goes_on}. Check the task's access to this storage",

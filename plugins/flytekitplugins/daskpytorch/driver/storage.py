@@ -19,16 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol import pickling
 from flytekitplugins.daskpytorch.protocol.checkpoints import OBJECT, CheckpointEntry, Sharding, save_of
 from flytekitplugins.daskpytorch.protocol.files import Files, full_path, unusable
 from flytekitplugins.daskpytorch.protocol.function import key_of
-from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths, current_execution
+from flytekitplugins.daskpytorch.protocol.host import Execution, StoragePaths
 from flytekitplugins.daskpytorch.settings import Gang
 
 
@@ -39,8 +36,6 @@ class Keys:
         self._lock = threading.Lock()
         self._task: object = None
         self._taken: set[str] = set()
-        self._unfinished: dict[object, list[str]] = {}
-        """Result of `call_of` of a failed call -> the keys of its gangs."""
         self._num_calls: Counter[str] = Counter()
 
     def take(
@@ -49,20 +44,15 @@ class Keys:
         asked: str | None,
         suffixes: Sequence[str] = ("",),
         task: object = None,
-        *,
-        call: object = None,
     ) -> list[str]:
         """Return keys for one call's gangs: a base plus each suffix.
 
         The default base is the function's name and the call's number.
 
         Keys ignore arguments, because pickles differ between processes, for example in set order. `task` stands for the
-        task's execution, if known. A call equal to a failed call (`call_of`) gets that call's keys. Raises `ValueError`
-        if another gang of this task has the key `asked`.
+        task's execution, if known. Raises `ValueError` if another gang of this task has the key `asked`.
         """
         with self._lock:
-            if call is not None and (keys := self._unfinished.pop(call, None)) is not None:
-                return keys
             if task is not None and task is not self._task:  # locally, many tasks run in one process
                 self._task, self._taken, self._num_calls = task, set(), Counter()
             for base in [asked] if asked is not None else self._numbered(key_of(function)):
@@ -75,27 +65,10 @@ class Keys:
             "checkpoints. Give each gang a key of its own, or none."
         )
 
-    def note_unfinished(self, call: object, keys: list[str]) -> None:
-        """The next equal call gets these keys, and thus the failed call's checkpoints. Do nothing if `call` is None."""
-        if call is not None:
-            with self._lock:
-                self._unfinished[call] = keys
-
     def _numbered(self, name: str) -> Iterator[str]:
         while True:
             self._num_calls[name] += 1
             yield f"{name}-{self._num_calls[name]}"
-
-
-def call_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: Gang) -> object:
-    """Identify function, arguments and `checkpoint_uri`. Values from different processes may differ.
-
-    The function's code does not count, because users may fix it between two calls. None inside tasks, whose attempts
-    need equal keys, without `checkpoint_uri`, and for calls with a key.
-    """
-    if settings.checkpoint_uri is None or settings.key is not None or current_execution().task is not None:
-        return None
-    return key_of(function), settings.checkpoint_uri, xxhash.xxh3_128_digest(pickling.dumps((args, kwargs)))
 
 
 def storage_of(

@@ -78,13 +78,9 @@ class Vault:
         self._records: dict[str, Record] = {}
         """By name, in the order of arrival in the driver. Storage's manifest names no other checkpoints."""
         self._copying: str | None = None
-        self._is_at_work = False
-        """A job of `_work` waits or runs in `worker`, which gets one at a time."""
         self._has_saved_shards = False
         self._written = manifest.content_of([])
         """The newest manifest whose write has succeeded. Storage may hold one whose answer was lost."""
-        self._named: frozenset[str] = frozenset()
-        """Names of the checkpoints in the written manifest."""
         self._leftovers: list[CheckpointEntry] = []
         """Checkpoints to remove from storage: damaged ones, and those no longer in the manifest."""
         self._is_known = False
@@ -107,11 +103,10 @@ class Vault:
         with self._lock:
             for entry in reversed(read.listed):
                 if entry not in read.damaged:
-                    state = state_of(self.path_of(entry)) if entry in read.found else None
-                    self._records[entry.name] = Record(entry, state)
+                    self._records[entry.name] = Record(entry, state_of(self.path_of(entry)))
             self._leftovers += [entry for entry in read.damaged if entry.folder == self.own]
             self._go_on()
-        return read.found[0] if read.found else None
+        return self.newest()
 
     def adopt(self, start: CheckpointEntry) -> None:
         """Let the gang start from this checkpoint.
@@ -271,8 +266,8 @@ class Vault:
         """Wait for all writes to storage. Return True if its manifest names the newest checkpoint, if any."""
         self.worker.flush(timeout)
         with self._lock:
-            newest = next(reversed(self._records), None)
-            return newest is None or newest in self._named
+            newest = next(reversed(self._records.values()), None)
+            return newest is None or (newest.entry.folder is not None and not self._has_news())
 
     def finish(self, timeout: float) -> None:
         """Remove all uncommitted shards, and wait for all writes to storage. Call after the ranks' end."""
@@ -285,9 +280,8 @@ class Vault:
         self.shards.hide()
 
     def _go_on(self) -> None:
-        if not self._is_at_work and (self._has_news() or self._next() is not None):
+        if self._has_news() or self._next() is not None:
             self.worker.submit(self._work, self._tell_failure)
-            self._is_at_work = True  # not if the worker's thread cannot start: the next checkpoint tries again
 
     def _next(self) -> Record | None:
         """The best go first: otherwise frequent saves would keep them out of storage."""
@@ -322,7 +316,7 @@ class Vault:
         elif self._copying is not None and self._paths is not None:
             self._copy(self._paths, self._copying)
         with self._lock:
-            self._is_at_work, self._copying = False, None
+            self._copying = None
             self._forget_lost()
             self._go_on()
 
@@ -344,14 +338,14 @@ class Vault:
     def _write_manifest(self) -> None:
         with self._lock:
             listed = self._listed()
-            names = frozenset(entry.name for entry in listed)
+            names = {entry.name for entry in listed}
             stored = [record for record in self._records.values() if record.entry.folder is not None]
         content = self._content(listed)
         if self._paths is not None:
             self._paths.prepare()
             self._paths.files.write(f"{self.own}/{manifest.MANIFEST}", content)
         with self._lock:
-            self._written, self._named = content, names
+            self._written = content
             for record in stored:
                 entry = record.entry
                 if entry.name not in names and self._records.get(entry.name) is record:  # else it was saved again
@@ -372,10 +366,6 @@ class Vault:
         if isinstance(error, GangStartError):  # a newer gang has taken over the folder, and this gang ends
             return True
         if num_failures == 1:
-            failed = "list of checkpoints could not be written"
-            with self._lock:
-                if self._copying is not None:
-                    failed = f"checkpoint of step {self._records[self._copying].entry.step} could not be copied"
-            reason = f"({type(error).__name__}: {error}); trying again until it can. The training goes on."
-            say(f"the {failed} to {self.own} {reason}")
+            reason = f"({type(error).__name__}: {error}); trying again until they can. The training goes on."
+            say(f"checkpoints could not be copied to {self.own} {reason}")
         return False

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, HashedStream, Written
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
-from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints, copy_of, gathered
+from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints, copy_of, gathered, text_of
 from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN
 from flytekitplugins.daskpytorch.records import SavedCheckpoint, numbers
 
@@ -92,7 +92,7 @@ class RankCheckpoint(Checkpoint):
             entry = write_checkpoint(self._transfers.folder, self._job.attempt, state, step, metrics)
             self._transfers.deliver(entry)
         except BaseException as error:  # mostly a full disk: the user is told, and the training goes on
-            failure = _reason(error)
+            failure = text_of(error)
         self._link.send(Written(entry, failure))
 
     def _chosen(self, method: str, best: bool, step: int | None) -> CheckpointEntry | None:
@@ -161,16 +161,6 @@ def read_checkpoint(path: Path) -> Any:
     # Between two attempts of a task, the file is in Flyte's storage, whose writers are trusted with code and
     # inputs, too.
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the text of the error's `OSError`, if any: for a full disk, torch reports only a wrong file position."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return f"{type(cause).__name__}: {cause}"
-        cause = cause.__cause__ or cause.__context__
-    return f"{type(error).__name__}: {error}"
 
 
 # ---- Files that a library writes, as a checkpoint of the gang

@@ -73,7 +73,7 @@ class ShardedCheckpoints:
             staged = self._staged(state)
         except Exception as failure:  # raised after the exchange: the other ranks wait for this rank's message
             error = failure
-        heard = gathered((step, None if error is None else _text(error)))
+        heard = gathered((step, None if error is None else text_of(error)))
         if error is not None:
             raise error
         _check(heard)
@@ -96,7 +96,7 @@ class ShardedCheckpoints:
             if not failures:
                 return checkpoint.step
             rank = min(failures)
-            self._heed(checkpoint, failures[rank], f"{_text(failures[rank])} (rank {rank})")
+            self._heed(checkpoint, failures[rank], f"{text_of(failures[rank])} (rank {rank})")
         steps = ", ".join(str(each.step) for each in checkpoints)
         if is_touched or chosen is not None:
             changed = ", and reading them has changed the state" if is_touched else ""
@@ -235,8 +235,8 @@ class ShardedCheckpoints:
 def _told(error: BaseException) -> str:
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     for rank, (cause, _) in sorted(failures.items()):
-        return f"{_text(cause)} (rank {rank})"
-    return _text(error)
+        return f"{text_of(cause)} (rank {rank})"
+    return text_of(error)
 
 
 def _check(heard: Sequence[tuple[int, str | None]]) -> None:
@@ -248,8 +248,12 @@ def _check(heard: Sequence[tuple[int, str | None]]) -> None:
         raise ValueError(f"save_sharded needs the same step on all ranks, but the ranks gave {steps}")
 
 
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def text_of(error: BaseException) -> str:
+    """Return the text of the error's `OSError`, if any: for a full disk, torch reports only a wrong file position."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(cause or error).__name__}: {cause or error}"
 
 
 def gathered(value: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from flytekitplugins.daskpytorch.driver import manifest
 from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
-from flytekitplugins.daskpytorch.driver.storage import call_of, keys, storage_of
+from flytekitplugins.daskpytorch.driver.storage import keys, storage_of
 from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.ending import is_interactive
@@ -179,9 +179,7 @@ class Run:
         write to the earlier run's folder.
         """
         execution, self._settings = current_execution(), settings
-        call = call_of(function, args, kwargs, settings)
-        [self.key] = keys.take(function, settings.key, task=execution.task, call=call)
-        self._note_failed = functools.partial(keys.note_unfinished, call, [self.key])
+        [self.key] = keys.take(function, settings.key, task=execution.task)
         self.training = training.of_call(function, self.key, execution, args, kwargs)
         self.keep = settings.keep
         self._is_alone = execution.task is None
@@ -228,8 +226,6 @@ class Run:
         return _SettledFutures(self, future)
 
     def conclude(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._note_failed()
         with optional("showing how the run has ended"):
             self.shown.conclude(End.of(error).word)
         if self._local is not None:

@@ -129,7 +129,9 @@ class Checkpoints(Part):
         elif not is_stored:
             told = f"the checkpoint of step {step} did not reach {storage.own} in time"
         elif storage.own == storage.previous:
-            told = f"the checkpoint of step {step} is in {storage.own}, and the same call goes on from it"
+            told = (
+                f"the checkpoint of step {step} is in {storage.own}, and the same call in a new process goes on from it"
+            )
         elif storage.resume is not None:
             told = f"the checkpoint of step {step} is kept, {storage.resume} go on from it"
         else:
