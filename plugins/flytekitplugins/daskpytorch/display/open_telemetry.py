@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, get_args
 
 from flytekitplugins.daskpytorch import checks
 from flytekitplugins.daskpytorch.display.run_state import RunState, View
 from flytekitplugins.daskpytorch.errors import Kind
 from flytekitplugins.daskpytorch.protocol.journal import Training
-from flytekitplugins.daskpytorch.records import RankUsage
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Observation
@@ -35,17 +33,14 @@ class Figure:
     value: Callable[[RunState], float | Values | None]
     _: KW_ONLY
     unit: str = ""
-    """UCUM code. Exporters to Prometheus name every gauge of unit "1" a ratio."""
+    """UCUM code."""
     label: str | None = None
     is_counter: bool = False
 
 
-def _of_ranks(value: Callable[[RankUsage], float | None]) -> Callable[[RunState], Values]:
-    def values(run: RunState) -> Values:
-        usages = list(run.usages.values()) if run.end is None else []
-        return {str(usage.rank): value(usage) for usage in usages if usage.rank < MAX_RANKS}
-
-    return values
+def _rank_steps(run: RunState) -> Values:
+    usages = list(run.usages.values()) if run.end is None else []
+    return {str(usage.rank): usage.num_steps for usage in usages if usage.rank < MAX_RANKS}
 
 
 def _uses_of_time(run: RunState) -> Values:
@@ -83,22 +78,13 @@ FIGURES = (
     Figure("checkpoints", "Checkpoints that the gang has made safe.", lambda run: run.num_checkpoints, is_counter=True),
     Figure("checkpoint_step", "Step of the newest safe checkpoint.", lambda run: run.checkpoint and run.checkpoint[0]),
     Figure("checkpoint_timestamp", CHECKPOINT_TIME, lambda run: run.checkpoint and run.checkpoint[1], unit="s"),
-    *(
-        Figure(f"rank_{name}", words, _of_ranks(attrgetter(field)), unit=unit, label="rank")
-        for name, words, field, unit in (
-            ("steps", "Optimizer steps of a rank in this attempt.", "num_steps", ""),
-            ("cpu_cores", "Processor cores that a rank keeps busy.", "cpu", ""),
-            ("memory", "Main memory of a rank.", "memory", "By"),
-            ("gpu_memory", "Memory in use on a rank's GPU.", "gpu_memory", "By"),
-            ("gpu_utilization", "Use of a rank's GPU, from 0 to 1.", "gpu_utilization", "1"),
-        )
-    ),
+    Figure("rank_steps", "Optimizer steps of a rank in this attempt.", _rank_steps, label="rank"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenTelemetry:
-    """Figures of the gang for OpenTelemetry, with names such as `daskpytorch.rank_memory`.
+    """Figures of the gang for OpenTelemetry, with names such as `daskpytorch.step`.
 
     The meter provider of the driver's process gets the figures, about all gangs of the process. The program sets the
     provider by `opentelemetry.metrics.set_meter_provider`, or starts under `opentelemetry-instrument`. Without a
