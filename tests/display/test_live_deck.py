@@ -146,19 +146,6 @@ def test_storage_that_does_not_answer_is_told_once_and_disturbs_nothing(
     ]
 
 
-def test_a_page_that_cannot_be_written_spoils_no_training(in_task: Entered) -> None:
-    in_task(LOCAL)
-
-    def fail() -> dict[str, str]:
-        raise OSError("no place")
-
-    with deck.published(shown(RunState(name="flows.train"), fail)):
-        pass
-    [made] = decks()
-    assert "This page could not be written" in made.html
-    assert "no place" in made.html
-
-
 def test_the_last_page_of_a_task_is_in_the_file_of_the_live_one(in_task: Entered) -> None:
     in_task(LOCAL)
     with deck.published(shown(RunState(name="flows.train"), dict)):

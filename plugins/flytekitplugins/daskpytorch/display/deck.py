@@ -13,13 +13,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from flytekitplugins.daskpytorch import report
+from flytekitplugins.daskpytorch.display.metrics import Chart
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, SavedCheckpoint
+from flytekitplugins.daskpytorch.report.chart import Points
 
 TITLE = "Training"
 MAX_FIGURES = 6
@@ -40,15 +41,17 @@ def document(run: RunState, places: Mapping[str, str] | None = None) -> str:
 
 
 def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
-    with run.lock:
-        return [
-            *_how_it_goes(run),
-            *_metrics(run),
-            *_time_and_machines(run),
-            report.section("What happened", report.timeline(run.history, run.began_at)),
-            *_with_what(run),
-            *_where(run.checkpoints, places),
-        ]
+    with run.lock:  # observers wait meanwhile, so charts and events are drawn afterwards
+        head, ranks = [*_how_it_goes(run)], _ranks(run)
+        metrics, usage, history = run.charts, run.usage_charts, [*run.history]
+    return [
+        *head,
+        *_metrics(metrics, run.restarts),
+        *_time_and_machines(run, usage, ranks),
+        report.section("What happened", report.timeline(history, run.began_at)),
+        *_with_what(run),
+        *_where(run.checkpoints, places),
+    ]
 
 
 def _how_it_goes(run: RunState) -> Iterable[str]:
@@ -107,11 +110,10 @@ def _newest(run: RunState) -> dict[str, object]:
     return spoilt | found
 
 
-def _metrics(run: RunState) -> Iterable[str]:
-    charts = run.charts
+def _metrics(charts: Sequence[Chart], restarts: Sequence[tuple[int, str]]) -> Iterable[str]:
     if not charts:
         return
-    marks = [(float(step), "started again") for step, _ in run.restarts]
+    marks = [(float(step), "started again") for step, _ in restarts]
     budget = max(50, MAX_PAGE_POINTS // sum(len(chart.curves) for chart in charts))
     drawn = [
         report.line_chart(chart.title, chart.curves, "step", best=chart.best, marks=marks, max_points=budget)
@@ -120,29 +122,32 @@ def _metrics(run: RunState) -> Iterable[str]:
     yield report.section("Metrics", report.grid(*drawn))
 
 
-def _time_and_machines(run: RunState) -> Iterable[str]:
+def _time_and_machines(
+    run: RunState, usage: Mapping[str, Mapping[str, Points]], ranks: tuple[list[str], list[list[object]]]
+) -> Iterable[str]:
     pieces = []
     if run.goodput is not None:
         total, *uses = run.goodput.as_dict().items()
         rows = [(use, f"{seconds:.1f}", f"{seconds / total[1]:.0%}") for use, seconds in uses if seconds >= 0.05]
         pieces.append(report.card("Where the gang's time went", report.table(("use", "seconds", "share"), rows)))
-    if charts := run.usage_charts:
-        drawn = [report.line_chart(what, lines, "seconds", from_zero=True) for what, lines in charts.items()]
+    if usage:
+        drawn = [report.line_chart(what, lines, "seconds", from_zero=True) for what, lines in usage.items()]
         pieces.append(report.grid(*drawn))
-    if run.usages or run.shape is not None:
-        pieces.append(report.card("Ranks", _ranks_table(run)))
+    if ranks[1]:
+        pieces.append(report.card("Ranks", report.table(*ranks)))
     if pieces:
         note = f"{size_of(run.shape)}, {run.shape.backend}" if run.shape is not None else ""
         yield report.section("Time and machines", *pieces, note=note)
 
 
-def _ranks_table(run: RunState) -> str:
+def _ranks(run: RunState) -> tuple[list[str], list[list[object]]]:
+    """Return the header and the rows of the ranks' table. No rows before the gang's start."""
     usages = list(run.usages.values())
-    spent = list(dict.fromkeys(name for usage in usages for name in usage.seconds))
+    spent = list(dict.fromkeys(name for usage in usages for name, seconds in usage.seconds.items() if seconds))
     used = [name for name in LABELS if any(name in amounts(usage) for usage in usages)]
     places = {} if run.shape is None else dict(_places_of(run.shape))
     header = ["rank", "host", "worker", "device", "optimizer steps", "steps/s", *(f"{name} (s)" for name in spent)]
-    rows = []
+    rows: list[list[object]] = []
     for rank in sorted({*run.usages, *places})[:MAX_SHOWN_RANKS]:
         row: list[object] = [rank, *places.get(rank, ("", "", ""))]
         if (usage := run.usages.get(rank)) is None:
@@ -152,7 +157,7 @@ def _ranks_table(run: RunState) -> str:
             row += [usage.seconds.get(name, "") for name in spent]
             row += [amounts(usage).get(name, "") for name in used]
         rows.append(row)
-    return report.table([*header, *(LABELS[name] for name in used)], rows)
+    return [*header, *(LABELS[name] for name in used)], rows
 
 
 def _places_of(shape: Shape) -> Iterator[tuple[int, tuple[str, str, str]]]:
@@ -174,25 +179,18 @@ def _with_what(run: RunState) -> Iterable[str]:
 def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) -> Iterable[str]:
     pieces = []
     if places:
-        rows = [(what, _address(where)) for what, where in places.items()]
-        pieces.append(report.card("Places", report.table(("what", "where"), rows)))
+        pieces.append(report.card("Places", report.table(("what", "where"), places.items())))
     if checkpoints:
         pieces.append(report.card("Checkpoints", _checkpoint_table(checkpoints)))
     if pieces:
         yield report.section("Where", report.grid(*pieces, least=380))
 
 
-def _address(place: str) -> object:
-    path = place.removeprefix("file://")
-    return report.Link(place, Path(path).as_uri()) if path.startswith("/") else place
-
-
 def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
     rows = []
     for each in checkpoints:
         metrics = ", ".join(f"{name} {value:g}" for name, value in each.metrics.items())
-        place = _address(each.place) if each.place else "the driver's disk"
-        rows.append((each.step, metrics, f"{each.size:,}", place))
+        rows.append((each.step, metrics, f"{each.size:,}", each.place or "the driver's disk"))
     return report.table(("step", "metrics", "bytes", "place"), rows)
 
 
@@ -223,9 +221,9 @@ def kept_up_to_date(
 
     def write() -> None:
         try:
-            show(_page(state, places))
+            show(html(state, places()))
             publish()
-        except Exception as error:  # a full disk, a storage that does not answer, another page's error
+        except Exception as error:  # a full disk, a storage that does not answer, an observer's error
             if not has_failed.is_set():
                 logger.warning("the Deck so far could not be published (%r); the training goes on", error)
             has_failed.set()
@@ -244,14 +242,6 @@ def kept_up_to_date(
         is_over.set()
         thread.join(MAX_WAIT)
         write()
-
-
-def _page(state: RunState, places: Callable[[], Mapping[str, str]]) -> str:
-    try:
-        return html(state, places())
-    except Exception as error:
-        logger.warning("the Deck could not be written; the training's outcome stands", exc_info=error)
-        return report.page(report.alert("This page could not be written", repr(error)))
 
 
 def _write_all(state: RunState, write: Callable[[], None], is_over: threading.Event) -> None:

@@ -16,7 +16,7 @@ from functools import singledispatchmethod
 from typing import Any
 
 from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
-from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, plain_inputs, size_of
+from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import End, Shape
 from flytekitplugins.daskpytorch.protocol.observer import Observer
@@ -52,7 +52,6 @@ TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad"}
 class Values:
     record: LogRecord | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -61,9 +60,8 @@ class Values:
 
     def add(self, record: LogRecord) -> None:
         if len(self.metrics.keys() | record.metrics.keys()) > MAX_NAMES:
-            self.metrics, self.steps = {}, {}
+            self.metrics = {}
         self.metrics = {**self.metrics, **record.metrics}  # a new dictionary, since other threads read the old one
-        self.steps = {**self.steps, **dict.fromkeys(record.metrics, record.step)}
         self.record = self.record if record.is_evaluation else record
 
 
@@ -107,7 +105,6 @@ class RunState(Observer):
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.inputs = plain_inputs(self.inputs)
         self.began_at = self.clock()
         self.ended_at: float | None = None
         self.history: list[PageEvent] = []
@@ -163,7 +160,7 @@ class RunState(Observer):
     @_fold.register
     def _(self, event: journal.Began) -> None:
         self.training, self.name = event.training, self.name or event.training.name
-        self.inputs = self.inputs or event.training.inputs
+        self.inputs = event.training.inputs
 
     @_fold.register
     def _(self, event: journal.Resumed) -> None:
@@ -173,16 +170,11 @@ class RunState(Observer):
 
     @_fold.register
     def _(self, event: journal.Placed) -> None:
-        shape, text = event.shape, size_of(event.shape)
-        before = self.shape.world_size if self.shape is not None else shape.world_size
-        if shape.world_size == before:
-            self._tell(event, f"starting {text}")
-        else:
-            has_grown = shape.world_size > before
-            how = f"{'grown' if has_grown else 'shrunk'}: {text}, where there were {count(before, 'rank')}"
-            self._tell(event, how, "good" if has_grown else "warn")
-        self.name = self.name or shape.name
-        self.shape = shape
+        before = self.shape.world_size if self.shape is not None else event.shape.world_size
+        change = "" if event.shape.world_size == before else f", where there were {count(before, 'rank')}"
+        self._tell(event, f"starting {size_of(event.shape)}{change}")
+        self.name = self.name or event.shape.name
+        self.shape = event.shape
         self.attempt = 0 if self.attempt is None else self.attempt + 1
         self.usages = {}
         self.speeds = {}

@@ -13,7 +13,6 @@ from typing import Literal
 from flytekitplugins.daskpytorch.process.streams import one_line
 
 __all__ = [
-    "Link",
     "Picture",
     "Tone",
     "alert",
@@ -38,22 +37,6 @@ MAX_NAME = 60
 MAX_TEXT = 20_000
 """A longer text loses its middle."""
 URL = re.compile(r"https?://[^\s<>\"']+")
-ADDRESS = re.compile(r"(https?|file)://[^\s<>\"']+")
-
-
-@dataclass(frozen=True)
-class Link:
-    """Text with a link, for example in a table's cell.
-
-    Examples:
-        >>> from flytekitplugins.daskpytorch import report
-        >>> html = report.table(("run", "loss"), [(report.Link("tracker", "https://wandb.ai/pets/runs/7"), 0.21)])
-    """
-
-    text: str
-    """Text of the link."""
-    address: str
-    """Address that begins with `http://`, `https://`, or `file://` for a file on the reader's machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,11 +272,9 @@ def text_of(value: object) -> str:
     """Return any value as HTML: escaped texts, short numbers, and web addresses as links."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return brief(value)
-    text, address, kind = str(value), str(value), URL
-    if isinstance(value, Link):
-        text, address, kind = value.text, value.address, ADDRESS
-    if kind.fullmatch(address):
-        return element("a", _clean(text), href=address, target="_blank", rel="noopener noreferrer")
+    text = str(value)
+    if URL.fullmatch(text):
+        return element("a", _clean(text), href=text, target="_blank", rel="noopener noreferrer")
     return _clean(text)
 
 

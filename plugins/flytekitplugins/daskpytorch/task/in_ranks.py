@@ -129,7 +129,7 @@ class InRanks:
 
     def _train_here(self, inputs: dict[str, Any]) -> Any:
         refuse_unknown(inputs)
-        with self._shown(inputs) as (shown, results), self._received(shown, results) as received:
+        with self._shown() as (shown, results), self._received(shown, results) as received:
             from flytekitplugins.daskpytorch.task.debug import run_here
 
             gang = self.task_config.gang
@@ -146,7 +146,7 @@ class InRanks:
     def _train(self, inputs: dict[str, Any], rank_host: Callable[[str], RankHost]) -> Any:
         refuse_unknown(inputs)
         self._get_ready()
-        with self._shown(inputs) as (shown, results):
+        with self._shown() as (shown, results):
             from flytekitplugins.daskpytorch.driver.supervisor import Supervisor
 
             request = self._request(inputs, rank_host(results.folder))
@@ -159,7 +159,7 @@ class InRanks:
             return self._deliver(inputs, output)
 
     @contextlib.contextmanager
-    def _shown(self, inputs: dict[str, Any]) -> Iterator[tuple[Shown, TaskResults]]:
+    def _shown(self) -> Iterator[tuple[Shown, TaskResults]]:
         # Imported here: defining a task imports neither Dask nor torch. The fork server starts meanwhile.
         from flytekitplugins.daskpytorch.display import terminal
         from flytekitplugins.daskpytorch.display.run_state import RunState
@@ -169,7 +169,7 @@ class InRanks:
         results = TaskResults(self.task_config.gang.grace_period, current_execution())
         shown = Shown(
             display=terminal.progress(self.name, is_plain=self._is_debugging),
-            state=RunState(name=self.name, inputs=self._arguments(inputs)),
+            state=RunState(name=self.name),
             observers=self._observers(),
             run=local_runs.local_run.get(),
             results=results,
@@ -214,13 +214,10 @@ class InRanks:
 
     def _training(self, inputs: dict[str, Any]) -> Training:
         from flytekitplugins.daskpytorch.display import training
-
-        return training.of_task(self.name, current_execution().name, self._arguments(inputs))
-
-    def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
         from flytekitplugins.daskpytorch.protocol.function import arguments_of
 
-        return arguments_of(self._task_function, (), inputs)
+        arguments = arguments_of(self._task_function, (), inputs)
+        return training.of_task(self.name, current_execution().name, arguments)
 
     def _observers(self) -> list[Observer]:
         config = self.task_config

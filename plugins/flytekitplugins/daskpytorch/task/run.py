@@ -187,7 +187,7 @@ class Run:
         self._local = local_runs.begin(place_of(function, self.key, settings.key)) if keeps_locally else None
         paths = self._local.paths(GANG) if self._local is not None else None
         self.storage = storage_of(execution, self.key, settings, paths)
-        state = RunState(name=self.training.name, inputs=self.training.inputs)
+        state = RunState(name=self.training.name)
         self.shown = Shown(state=state, run=self._local)
 
     def start(self, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
