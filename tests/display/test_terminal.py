@@ -122,24 +122,6 @@ def test_eighty_columns_hold_name_step_loss_pace_and_what_is_left(
     assert len(line) <= 80
 
 
-@pytest.mark.parametrize(("total", "is_said"), [(80.0, True), (6.6, False)])
-def test_the_very_last_line_of_a_run_of_some_time_says_where_that_went(
-    clock: list[float], capfd: pytest.CaptureFixture[str], *, total: float, is_said: bool
-) -> None:
-    text, echo = io.StringIO(), Display(Board(is_quiet=True))
-    display = training(console_of(text, clock, width=60), clock)
-    To(echo).placed(SHAPE)
-    for observer, error in ((display, None), (echo, GangError("rank 0 of 2 failed"))):
-        To(observer).accounted(Goodput(total=1.0, stepping=1.0))
-        To(observer).accounted(Goodput(total=total, stepping=total - 20.0, starting=20.0))
-        To(observer).ended(error)
-    display.conclude("done", {"Deck": "/tmp/deck.html"})
-    told = ["train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s"] if is_said else []
-    assert [line for line in text.getvalue().splitlines() if "goodput" in line] == told
-    assert text.getvalue().splitlines()[-1:] == (told or ["  Deck: /tmp/deck.html"])
-    assert capfd.readouterr().err.splitlines() == ["train failed: rank 0 of 2 failed", *told]
-
-
 def test_the_live_display_goes_at_a_restart_and_comes_back_when_the_ranks_have_met_again() -> None:
     display = begun(Console(file=(text := io.StringIO()), force_terminal=True, width=200, highlight=False))
     To(display).logged(record(3, loss=0.25))
@@ -237,11 +219,14 @@ def test_failed_gang_is_named_in_a_line_though_nobody_asks_for_its_error(capsys:
     gang_error = GangError("rank 1 of 2 failed on w (host h): ValueError: empty\n\nTraceback of rank 1:\n...")
     own = ValueError("empty")
     own.__cause__ = gang_error
-    for error in (gang_error, own, None, KeyError("something else")):
-        To(Display(Board(is_quiet=True), "train")).ended(error)
+    for error, total in ((gang_error, 6.6), (own, 0.0), (None, 0.0), (KeyError("something else"), 80.0)):
+        display = Display(Board(is_quiet=True), "train")
+        To(display).accounted(Goodput(total=total, stepping=60.0, starting=20.0))
+        To(display).ended(error)
     assert capsys.readouterr().err.splitlines() == [
         *(["train failed: rank 1 of 2 failed on w (host h): ValueError: empty"] * 2),
         "train failed: KeyError: 'something else'",
+        "train: goodput 75 %: 60.0 s of 80.0 s stepping; starting 20.0 s",  # of a run of a minute or more
     ]
 
 

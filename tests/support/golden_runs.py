@@ -4,9 +4,11 @@ The tests make pages, terminal lines and trackers' calls from these journals, wh
 have changed.
 """
 
+import multiprocessing
 import os
 import platform
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Evaluate, Gang, LogRecord, Observer, current_rank, dispatch
@@ -41,6 +44,27 @@ def train(num_steps: int = 30, die_at: tuple[int, ...] = ()) -> float:
     return 1 / num_steps
 
 
+def learn(num_steps: int) -> float:
+    """Take optimizer steps for more than a minute, after which the goodput is shown."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    for step in range(num_steps):
+        time.sleep(2.2)
+        optimizer.zero_grad()
+        (loss := weight.square().sum()).backward()
+        optimizer.step()
+        current_rank().log({"loss": loss.item()}, step=step, num_steps=num_steps)
+    return loss.item()
+
+
+class Killing(Observer):
+    """Kills the driver at step 15."""
+
+    def on_log(self, record: LogRecord) -> None:
+        if record.step == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Preempting(Observer):
     """Ends the gang at step 15, as a SIGTERM of the driver's pod does."""
 
@@ -65,6 +89,14 @@ def size(experiment: dict[str, int]) -> float:
 
 def plain(client: Client) -> None:
     dispatch.run(client, train, gang=Gang(key="plain")).result()
+
+
+def long(client: Client) -> None:
+    dispatch.run(client, learn, 30, gang=Gang(key="long")).result()
+
+
+def killed(client: Client) -> None:
+    dispatch.run(client, train, gang=Gang(key="killed", observers=(Killing,))).result()
 
 
 def restarts(client: Client) -> None:
@@ -96,17 +128,32 @@ def sweep(client: Client) -> None:
         model.exception()
 
 
-RUNS: tuple[Callable[[Client], None], ...] = (plain, restarts, failed, preemption, evaluation, staying, sweep)
+RUNS: tuple[Callable[[Client], None], ...] = (
+    plain,
+    long,
+    killed,
+    restarts,
+    failed,
+    preemption,
+    evaluation,
+    staying,
+    sweep,
+)
+
+
+def drive(run: Callable[[Client], None], folder: str) -> None:
+    os.environ |= {"DASKPYTORCH_JOURNAL": folder, "XDG_CACHE_HOME": f"{folder}/cache", "DASKPYTORCH_PRICE": "core=0.5"}
+    workers = 3 if run is evaluation else 2
+    with Client(n_workers=workers, threads_per_worker=1, dashboard_address=None) as client:
+        run(client)
 
 
 def make(run: Callable[[Client], None]) -> None:
     """Make the journals of one run, without names of this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["DASKPYTORCH_JOURNAL"] = folder
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-        workers = 3 if run is evaluation else 2
-        with Client(n_workers=workers, threads_per_worker=1, dashboard_address=None) as client:
-            run(client)
+        process = multiprocessing.get_context("fork").Process(target=drive, args=(run, folder))
+        process.start()
+        process.join()
         for number, journal in enumerate(sorted(Path(folder).glob("*.jsonl"))):
             text = journal.read_text().replace(platform.node(), "ada").replace(folder, "/runs")
             text = text.replace(str(GOLDEN.parents[1]), "/project")

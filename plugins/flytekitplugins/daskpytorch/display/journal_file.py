@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import IO
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from flytekitplugins.daskpytorch.display import deck
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.process.folders import local_runs_folder
+from flytekitplugins.daskpytorch.process.streams import one_line
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.observer import Observer
-from flytekitplugins.daskpytorch.report.pieces import brief
+from flytekitplugins.daskpytorch.report.pieces import brief, name_of
 
 VARIABLE = "DASKPYTORCH_JOURNAL"
 """Folder for journals, each named by its training's id. Empty: no journals."""
@@ -61,7 +60,6 @@ class Journal(Observer):
             self._write(event)
         elif self._is_due(event, key):
             self._left_out.pop(key, None)
-            self._written_at[key] = event.time
             self._write(event)
         else:
             self._left_out[key] = event
@@ -70,8 +68,13 @@ class Journal(Observer):
             self._file = None
 
     def _is_due(self, event: journal.Event, key: tuple[Hashable, ...]) -> bool:
+        # Records arrive in batches. Their own times are of a rank's clock, which may be another one after a restart.
+        moment = event.record.time if isinstance(event, journal.Logged) else event.time
         interval = (event.time - self._began_at) / (MAX_LINES if key[0] == "records" else MAX_USAGES)
-        return key not in self._written_at or event.time - self._written_at[key] >= interval
+        is_due = key not in self._written_at or abs(moment - self._written_at[key]) >= interval
+        if is_due:
+            self._written_at[key] = moment
+        return is_due
 
     def _write(self, event: journal.Event) -> None:
         assert self._file is not None  # noqa: S101 - `on_event` has opened it
@@ -128,6 +131,7 @@ def _events_in(file: Path) -> Iterator[journal.Event]:
 
 
 MAX_EVENTS = 20
+MAX_TEXT = 1_000
 
 
 @click.command(short_help="Show a run from its journal, also of a driver that was killed.")
@@ -146,18 +150,15 @@ def show(file: Path | None, page: Path | None) -> None:
             page.write_text(deck.document(run), encoding="utf-8", errors="replace")
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    console = Console(highlight=False)
-    console.print(f"{run.title or 'training'}: {run.phase.word}", markup=False)
-    table = Table(show_header=False)
+    click.echo(f"{run.title or 'training'}: {run.phase.word}")
     for name, value in deck.figures(run).items():
-        each = [word for word in (value if isinstance(value, tuple) else (value,)) if word != ""]
-        words = [brief(word) if isinstance(word, (int, float)) else str(word) for word in each]
-        table.add_row(name, "  ".join(words))
-    console.print(table)
+        parts = value if isinstance(value, tuple) else (value,)
+        words = [brief(part) if isinstance(part, (int, float)) else str(part) for part in parts]
+        click.echo(f"  {name_of(name):<18} {' '.join(words)}")
     for event in run.history[-MAX_EVENTS:]:
-        console.print(time.strftime("%H:%M:%S", time.localtime(event.time)), event.text, markup=False)
+        click.echo(f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {one_line(event.text, MAX_TEXT)}")
     if page is not None:
-        console.print(f"page: {page}", markup=False)
+        click.echo(f"page: {page}")
 
 
 def _newest() -> Path:

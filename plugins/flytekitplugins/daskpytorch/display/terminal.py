@@ -33,24 +33,20 @@ MAX_LEFT = 1e9
 """Seconds."""
 
 
-def describe(record: LogRecord, steps: Mapping[str, int] | None = None, pace: str = "") -> str:
-    """Return a record as a line: epoch, step, loss, pace, other values.
-
-    `steps` has the steps of values that are older or newer than the record.
-    """
+def describe(record: LogRecord, pace: str = "") -> str:
+    """Return a record as a line: epoch, step, loss, pace, other values."""
     numbers = record.numbers
     epoch = numbers.pop("epoch", None)
     parts = [] if epoch is None else [f"epoch {epoch:g}"]
     parts.append(f"step {record.step}" + (f"/{record.num_steps}" if record.num_steps else ""))
-    at = {name: f" (step {step})" for name, step in (steps or {}).items() if step != record.step}
-    values = {name: f"{name_of(name)} {brief(value)}{at.get(name, '')}" for name, value in numbers.items()}
+    values = {name: f"{name_of(name)} {brief(value)}" for name, value in numbers.items()}
     parts += [values.pop("loss", ""), pace, *values.values()]
     return one_line("  ".join(filter(None, parts)), MAX_LINE)
 
 
 def describe_values(values: Values) -> str:
     record = values.record
-    return "" if record is None else describe(replace(record, metrics=values.metrics), values.steps)
+    return "" if record is None else describe(replace(record, metrics=values.metrics))
 
 
 def pace_in_words(record: LogRecord, speed: float | None) -> str:
