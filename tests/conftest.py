@@ -19,6 +19,7 @@ from warm import start_cold, start_in_forks_of, warm_python
 if TYPE_CHECKING:
     from distributed import Client
 
+    from fault_proxy import FaultProxy
     from fault_training import Launch
     from processes import Cluster
     from seaweed import Weed
@@ -90,6 +91,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def breakable(cluster: Cluster) -> Iterator[Cluster]:
+    """The test file's cluster, for a test that takes workers away: it has them again afterwards."""
+    yield cluster
+    cluster.make_whole()
+
+
+@pytest.fixture
 def client(cluster: Cluster) -> Iterator[Client]:
     """A plain client of the test file's cluster."""
     from distributed import Client
@@ -115,6 +123,15 @@ def weed() -> Iterator[Weed]:
     with weed_server() as server:
         server.make_bucket("tests")
         yield server
+
+
+@pytest.fixture
+def proxy(weed: Weed) -> Iterator[FaultProxy]:
+    """A proxy of the server that does nothing wrong yet."""
+    from fault_proxy import FaultProxy
+
+    with FaultProxy(weed.endpoint) as running:
+        yield running
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 `Gang(on_error="hold")` keeps a rank in post-mortem mode after its exception, and the gang still, for a set time.
 """
 
+import contextlib
 import os
 import re
 import subprocess
@@ -19,8 +20,9 @@ import torch.distributed as dist
 
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from gangs import Notes, on_this_machine
-from processes import end, nothing_left_behind, until
+from processes import nothing_left_behind, run_program, running, until
 from test_debugger_integration import interrupt
+from warm import Program
 
 COMMAND = ("-m", "flytekitplugins.daskpytorch")
 STOPS = """
@@ -49,26 +51,19 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def start(text: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """Run a script in ranks, without a terminal. Return the command and its log."""
+@contextlib.contextmanager
+def started(text: str, *options: str) -> Iterator[tuple[Program, Path]]:
+    """Run a script in ranks, without a terminal. Yield the command and its log, once rank 1 waits."""
     Path("script.py").write_text(textwrap.dedent(text))
     log = Path("run.log").absolute()
-    words = [sys.executable, *COMMAND, "run", *options, "script.py"]
-    with log.open("wb") as file:
-        run = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
-    return run, log
+    with running([*COMMAND, "run", *options, "script.py"], cwd=Path.cwd(), log=log) as run:
+        until(lambda: ": daskpytorch attach 1" in log.read_text(), log.read_text)
+        yield run, log
 
 
 def attach(*words: str) -> subprocess.CompletedProcess[str]:
     """Run the command without a terminal."""
-    return subprocess.run(
-        [sys.executable, *COMMAND, "attach", *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    return run_program([*COMMAND, "attach", *words], cwd=Path.cwd())
 
 
 def terminal(*words: str) -> pexpect.spawn:
@@ -86,9 +81,7 @@ def said(terminal: pexpect.spawn, line: str) -> str:
 
 def test_rank_without_a_terminal_waits_until_one_attaches(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    run, log = start(STOPS, "--nproc", "2", "--hang-timeout", "5", "--log-dir", str(logs))
-    try:
-        until(lambda: ": daskpytorch attach 1" in log.read_text(), log.read_text)
+    with started(STOPS, "--nproc", "2", "--hang-timeout", "5", "--log-dir", str(logs)) as (run, log):
         listed = attach().stdout
         [id_] = re.findall(r"^rank 0 of (\S+) \(pid \d+\) runs$", listed, re.MULTILINE)
         [pid] = re.findall(r"^rank 1 of \S+ \(pid (\d+)\) waits: it stops at \S+/script.py:13 ", listed, re.MULTILINE)
@@ -126,8 +119,6 @@ def test_rank_without_a_terminal_waits_until_one_attaches(tmp_path: Path) -> Non
         fourth.expect_exact("the rank has ended")
         fourth.expect(pexpect.EOF)
         assert run.wait(100) == 0
-    finally:
-        end(run)
     assert "[rank 1] total 2" in log.read_text()
     assert [folder.name for folder in logs.iterdir()] == [id_]
     assert "no rank of this user runs on this machine" in attach().stderr
@@ -165,9 +156,7 @@ def fail(folder: str) -> None:
 
 def test_held_rank_is_looked_at_and_then_its_error_is_the_gangs() -> None:
     options = ["--nproc", "2", "--on-error", "hold", "--hang-timeout", "2.5", "--max-restarts", "0"]
-    run, log = start(RAISES, *options)
-    try:
-        until(lambda: ": daskpytorch attach 1" in log.read_text(), log.read_text)
+    with started(RAISES, *options) as (run, log):
         attached = terminal("1")
         attached.expect_exact("raised ValueError: bad value 31")
         attached.expect_exact("(Pdb rank 1) ")
@@ -177,8 +166,6 @@ def test_held_rank_is_looked_at_and_then_its_error_is_the_gangs() -> None:
         attached.expect_exact("the rank has ended")
         attached.expect(pexpect.EOF)
         assert run.wait(100) == 1
-    finally:
-        end(run)
     assert "\nValueError: bad value 31" in log.read_text()
 
 

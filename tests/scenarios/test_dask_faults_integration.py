@@ -29,16 +29,6 @@ from processes import (
 SMALLER = Gang(min_workers=1)
 
 
-def check_gone(*pids: int) -> None:
-    """The gang may be faster than the kernel."""
-    until(lambda: not any(is_alive(pid) for pid in pids), "the old ranks to end")
-
-
-def gates(tmp_path: Path, *steps: int) -> None:
-    for step in steps:
-        (tmp_path / "traces" / f"gate-{step}").touch()
-
-
 def test_a_dropped_connection_of_the_client_does_not_matter(
     cluster: Cluster, client: Client, launch: ft.Launch, tmp_path: Path
 ) -> None:

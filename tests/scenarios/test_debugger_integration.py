@@ -1,6 +1,5 @@
 """`breakpoint()` in ranks of a real `pyflyte run`, with and without a terminal, and editors that attach."""
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +8,8 @@ import pexpect
 import pytest
 
 from dap import Editor
-from processes import SCRIPTS, end, nothing_left_behind, run_program
+from processes import SCRIPTS, nothing_left_behind, run_program, running
 from seaweed import free_ports
-from warm import warm_python
 
 PROGRAM = """
 import pdb
@@ -154,10 +152,8 @@ def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: 
     (tmp_path / "workflow.py").write_text(STEPS)
     port = free_ports(1)[0]
     command = [SCRIPTS / "pyflyte", "run", "workflow.py", "train"]
-    environment = os.environ | {"DASKPYTORCH_DEBUGPY": f"1:{port}", "PYTHONPATH": str(tmp_path)}
-    with (tmp_path / "log").open("wb") as log:
-        run = warm_python().start(command, cwd=tmp_path, stdout=log, stderr=log, env=environment)
-    try:
+    environment = {"DASKPYTORCH_DEBUGPY": f"1:{port}", "PYTHONPATH": str(tmp_path)}
+    with running(command, cwd=tmp_path, log=tmp_path / "log", env=environment) as run:
         editor = Editor(port)
         [found] = editor.break_at(module, HERE)
         assert found["verified"], found
@@ -169,6 +165,4 @@ def test_an_editors_breakpoint_in_the_users_own_file_is_hit_in_a_rank(tmp_path: 
         editor.ask("continue", threadId=thread)
         assert run.wait() == 0, (tmp_path / "log").read_text()
         editor.close()
-    finally:
-        end(run)
     assert f"rank 1 waits for a debugger at 127.0.0.1:{port}" in (tmp_path / "log").read_text()

@@ -85,12 +85,13 @@ def test_a_client_that_has_closed_itself_is_a_lost_scheduler(cluster: Cluster) -
         agents.present()
 
 
-def test_a_gang_that_shrank_has_the_results_of_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with nothing_left_behind(), dask_cluster(tmp_path) as cluster, Client(cluster.address) as client:
-        futures = dispatch.run(client, lose_a_worker, str(tmp_path), gang=Gang(min_workers=1))
-        until(lambda: all((tmp_path / f"started-2-{rank}").exists() for rank in "01"), "the ranks to start")
-        cluster.kill_worker(1)
-        assert futures.result() == [10]
+def test_a_gang_that_shrank_has_the_results_of_its_ranks(
+    breakable: Cluster, client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    futures = dispatch.run(client, lose_a_worker, str(tmp_path), gang=Gang(min_workers=1))
+    until(lambda: all((tmp_path / f"started-2-{rank}").exists() for rank in "01"), "the ranks to start")
+    breakable.kill_worker(1)
+    assert futures.result() == [10]
     assert futures.exception() is None
     assert [future.exception() is None for future in futures] == [True, False]
     with pytest.raises(GangStartError, match="there was no rank 1"):

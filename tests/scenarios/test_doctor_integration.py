@@ -6,23 +6,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import doctor
-from processes import Cluster, dask_cluster, nothing_left_behind, run_program, start_worker, wait_for_workers
+from processes import Cluster, nothing_left_behind, run_program, start_worker, wait_for_workers
 
 COMMAND = ["-c", "import runpy; runpy.run_module('flytekitplugins.daskpytorch', run_name='__main__')"]
 """What `python -m` does."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with dask_cluster(tmp_path_factory.mktemp("doctor")) as running:
-        yield running
 
 
 def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
@@ -38,11 +30,20 @@ def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
     assert found["ranks on the cluster"].startswith("2 ranks on ")
 
 
-def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(cluster: Cluster) -> None:
-    with Client(cluster.address) as client:
-        busy = client.map(time.sleep, [600, 601], pure=False)
+def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(
+    cluster: Cluster, client: Client, tmp_path: Path
+) -> None:
+    def work(_: int) -> None:  # in here, so that it travels by value
+        while not free.exists():
+            time.sleep(0.01)
+
+    free = tmp_path / "free"
+    busy = client.map(work, [1, 2], pure=False)
+    try:
         *_, last = doctor.examine_cluster(cluster.address, 4.0)
-        client.cancel(busy, force=True)
+    finally:
+        free.touch()
+    client.gather(busy)
     assert (last.what, last.verdict) == ("ranks on the cluster", "problem")
     assert "only 0 of 2 workers started" in last.value
 

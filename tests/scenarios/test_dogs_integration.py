@@ -61,14 +61,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("d")
 
 
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> Dogs:
-    """Without a flag."""
-    return dogs(tmp_path_factory.mktemp("usual"), "first")
-
-
 @pytest.mark.slow
-def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(usual: Dogs) -> None:
+def test_without_a_bucket_it_says_what_it_trains_on_and_learns_it(home: Path) -> None:
+    usual = dogs(home, "first")
     assert "600 images of 20 classes: generated photographs, since no bucket was given" in usual.done.stdout
     assert "train: starting 2 ranks on 2 workers" in usual.done.stderr
     assert len(usual.accuracies) == Hyperparameters().epochs
@@ -104,15 +99,16 @@ def bucket_of(weed: Weed, prefix: str, photos: Path) -> tuple[str, ...]:
             "backbone='resnet5': must be auto, small or one of torchvision's",
         ),
         ({"hp": Hyperparameters(crop=100)}, "crop=100: must not be above resize=64"),
-        ({"hp": Hyperparameters(held_out=0.001)}, r"held_out=0\.001 of 600 items in 20 classes leaves nothing to test"),
+        ({"hp": Hyperparameters(held_out=0.001)}, r"held_out=0\.001 of 40 items in 20 classes leaves nothing to test"),
         ({"state": b"no weights"}, r"cannot read the weights in .*state\.pt: "),
         ({"state": {"weight": torch.zeros(1)}}, "the weights to start from are not those of SmallNet"),
         ({"bucket": "s3://public/nothing-here"}, "s3://public/nothing-here/ has no pictures"),
     ],
 )
 def test_bad_input_is_refused_before_a_cluster_starts(
-    tmp_path: Path, weed: Weed, given: dict[str, Any], said: str
+    tmp_path: Path, weed: Weed, given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workflows.dogs.write_photos", partial(write_photos, num_per_class=2))
     inputs = {"bucket": "", "prefix": "", "anon": False, "endpoint_url": "", "state": None, "hp": Hyperparameters()}
     inputs |= given
     if inputs["bucket"]:

@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,13 @@ import torch.distributed as dist
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Evaluate, Gang, Keep, LogRecord, Shape, current_rank, dispatch
-from flytekitplugins.daskpytorch.node import fork_client
 from gangs import Notes
-from processes import dask_cluster, nothing_left_behind, until
+from processes import dask_cluster, until
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 NUM_STEPS = 8
 KEEP = Keep(last=1, best=1, metric="distance", mode="min")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_rank_left() -> Iterator[None]:
-    with nothing_left_behind():
-        yield
-        fork_client.shutdown()
 
 
 class Seen(Notes):

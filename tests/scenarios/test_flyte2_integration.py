@@ -24,9 +24,8 @@ from pydantic import BaseModel
 
 import flyte2_flow
 from flyteplugins.daskpytorch import DaskCluster, DaskDDP, SpawnDDP, current_client, current_rank, results
-from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, end, until
+from processes import OF_FLYTE2, SCRIPTS, Cluster, dask_cluster, running, until
 from seaweed import Weed
-from warm import warm_python
 
 pytestmark = pytest.mark.usefixtures("weed", "one_fork_server", "below")  # the server before what looks for processes
 
@@ -176,17 +175,12 @@ class Flow:
         ]
         env = OF_FLYTE2 | ({"DASK_SCHEDULER_ADDRESS": self.scheduler} if self.scheduler else {}) | self.env
         said = self.folder / f"output-{number}.txt"
-        where = {"cwd": self.folder / "project", "env": os.environ | env}
-        with said.open("wb") as log:
-            process = warm_python().start([str(part) for part in command], stdout=log, stderr=log, **where)
-        try:
+        with running(command, cwd=self.folder / "project", log=said, env=env) as process:
             if kill_when is not None:
                 until(lambda: (self.folder / "waiting").exists() or process.poll() is not None, "the step")
                 until(lambda: kill_when() or process.poll() is not None, "what is killed then")
                 process.kill()
             process.wait()
-        finally:
-            end(process)
         return out, said.read_text()
 
     def succeeds(self, number: int) -> str:

@@ -151,20 +151,23 @@ def test_what_cannot_be_done_is_refused_at_once(client: Client) -> None:
     assert dispatch.map(client, raise_if_odd, []).result() == []
 
 
-def test_a_lost_worker_is_replaced_by_a_free_one(tmp_path: Path, started: list[list[str]]) -> None:
-    with nothing_left_behind(), dask_cluster(tmp_path, 3) as cluster, Client(cluster.address) as client:
-        paths = [str(tmp_path / "pair"), str(tmp_path / "single")]
-        gang = Gang(observers=(Started,))
-        futures = dispatch.map(client, wait, paths, workers=lambda path: 2 if path.endswith("pair") else 1, gang=gang)
-        until(lambda: all(Path(f"{path}-started").exists() for path in paths), "the models to start")
-        (tmp_path / "single").touch()
-        assert futures[1].result() == paths[1]
-        (tmp_path / "pair-started").unlink()
-        lost = next(i for i in range(3) if _address_of(client, f"worker-{i}") in max(started, key=len))
-        cluster.kill_worker(lost)
-        until((tmp_path / "pair-started").exists, "the pair to start again")
-        (tmp_path / "pair").touch()
-        assert futures.result() == paths
+def test_a_lost_worker_is_replaced_by_a_free_one(
+    cluster: Cluster, client: Client, tmp_path: Path, started: list[list[str]]
+) -> None:
+    """The last one on that cluster: it takes a worker away."""
+    paths = [str(tmp_path / name) for name in ("pair", "single", "other")]
+    gang = Gang(observers=(Started,))
+    futures = dispatch.map(client, wait, paths, workers=lambda path: 2 if path.endswith("pair") else 1, gang=gang)
+    until(lambda: all(Path(f"{path}-started").exists() for path in paths), "the models to start")
+    (tmp_path / "single").touch()
+    assert futures[1].result() == paths[1]
+    (tmp_path / "pair-started").unlink()
+    lost = next(i for i in range(NUM_WORKERS) if _address_of(client, f"worker-{i}") in max(started, key=len))
+    cluster.kill_worker(lost)
+    until((tmp_path / "pair-started").exists, "the pair to start again")
+    for name in ("pair", "other"):
+        (tmp_path / name).touch()
+    assert futures.result() == paths
 
 
 def _address_of(client: Client, name: str) -> str | None:

@@ -100,22 +100,6 @@ def errors_of(outputs: list[nbformat.NotebookNode]) -> list[str]:
     return [re.sub(r"\x1b\[[0-9;]*m", "", trace) for trace in traces]
 
 
-def test_a_run_goes_on_after_an_interrupt(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
-    trace = tmp_path / "trace"
-    first_cell = FIRST_CELL.format(address=client.scheduler.address)
-    with nothing_left_behind(), Notebook(first_cell, trace) as notebook:
-        outputs = notebook.run(ENDLESS.format(trace=str(trace)), notebook.interrupt)
-        assert "loss" in text_of(outputs)
-        assert [output.ename for output in outputs if output.output_type == "error"] == ["KeyboardInterrupt"]
-        shown = text_of(notebook.run("print(futures.newest_checkpoint.step, futures.records[-1].step)"))
-        newest = int(shown.split()[0])
-        assert newest >= 8
-        ends = ENDLESS.format(trace=str(trace)).replace("1_000_000", str(newest + 20))
-        shown = text_of(notebook.run(f"os.environ['DASKPYTORCH_RESUME'] = '1'\n{ends}\nprint(futures.result())"))
-    assert int(shown.rpartition("[")[2].split(",")[0]) == newest + 1
-
-
 GANG_CELL = """
 from flytekitplugins.daskpytorch import current_rank, dispatch
 
@@ -138,8 +122,24 @@ def fails(values):
 """
 
 
-def test_a_gang_stays_from_cell_to_cell(tmp_path: Path) -> None:
-    with nothing_left_behind(), Notebook(GANG_CELL, tmp_path / "trace") as notebook:
+def test_a_run_goes_on_after_an_interrupt_and_a_gang_stays_from_cell_to_cell(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASKPYTORCH_CHECKPOINTS", str(tmp_path / "kept"))
+    trace = tmp_path / "trace"
+    first_cell = FIRST_CELL.format(address=client.scheduler.address)
+    with nothing_left_behind(), Notebook(first_cell, trace) as notebook:
+        outputs = notebook.run(ENDLESS.format(trace=str(trace)), notebook.interrupt)
+        assert "loss" in text_of(outputs)
+        assert [output.ename for output in outputs if output.output_type == "error"] == ["KeyboardInterrupt"]
+        shown = text_of(notebook.run("print(futures.newest_checkpoint.step, futures.records[-1].step)"))
+        newest = int(shown.split()[0])
+        assert newest >= 8
+        ends = ENDLESS.format(trace=str(trace)).replace("1_000_000", str(newest + 20))
+        shown = text_of(notebook.run(f"os.environ['DASKPYTORCH_RESUME'] = '1'\n{ends}\nprint(futures.result())"))
+        assert int(shown.rpartition("[")[2].split(",")[0]) == newest + 1
+
+        notebook.run("del os.environ['DASKPYTORCH_RESUME']" + GANG_CELL)
         outputs = notebook.run("state = gang.keep(load)\nprint(gang.call(scaled, state).result())")
         assert text_of(outputs).endswith("[[0], [2]]\n")
 

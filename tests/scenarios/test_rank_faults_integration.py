@@ -16,7 +16,7 @@ import pytest
 from distributed import Client
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankObserver, WorkerLostError
+from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankObserver, WorkerLostError, dispatch
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.ranks import TAIL_SIZE
 from flytekitplugins.daskpytorch.protocol.failure import MAX_TEXT
@@ -105,7 +105,7 @@ def test_observers_in_rank_0_open_once_the_users_modules_are_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     train = import_module(name).train
     gang = Gang(max_restarts=0, observers=(functools.partial(OpensInRank0, trace),))
-    error = ft.run_on(client, train, gang=gang).exception()
+    error = dispatch.run(client, train, gang=gang).exception()
     assert isinstance(error, LookupError) == bool(last_line)
     assert trace.read_text() == "imported opened"
 
@@ -149,7 +149,7 @@ def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, 
 def test_the_fork_server_of_a_node_is_killed(launch: ft.Launch) -> None:
     """With it all ranks die, and the agent: on the task's own node nobody else would bring them back."""
     with nothing_left_behind():
-        watched = launch(2, pace=0.2)
+        watched = launch(None, pace=0.2, gang=Gang(ranks_per_worker=2))
         watched.wait_for("kept-4")
         fork_server().kill()
         assert watched.futures.result() == [ft.expected()] * 2

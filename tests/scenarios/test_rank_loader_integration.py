@@ -1,8 +1,5 @@
 """Gangs that lose a rank in mid-epoch see each item once: case 40 of the project's list of faults."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +9,7 @@ from torch.utils.data import TensorDataset
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, current_rank
 from flytekitplugins.daskpytorch.data import RankLoader
-from processes import Cluster, dask_cluster, nothing_left_behind
+from processes import Cluster
 
 NUMBERS = TensorDataset(torch.arange(50))
 NUM_EPOCHS = 2
@@ -52,17 +49,11 @@ def check(steps: list[list[int]], starts: list[int], world_size: int) -> None:
     assert [item for step in steps for item in step] == undisturbed()
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with nothing_left_behind(), dask_cluster(tmp_path / "cluster") as running:
-        yield running
-
-
 def test_one_rank_goes_on_with_the_next_item_of_two(
-    cluster: Cluster, client: Client, launch: ft.Launch, monkeypatch: pytest.MonkeyPatch
+    breakable: Cluster, client: Client, launch: ft.Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ft, "train", see)
     watched = launch(client, "wait", gang=Gang(min_workers=1))
     watched.wait_for("broken")
-    cluster.kill_worker(1)
+    breakable.kill_worker(1)
     check(watched.futures[0].result(), watched.starts(0), world_size=1)

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,6 @@ def states(tmp_path: Path) -> Path:
     for name in ("old", "new"):
         (folder / name).write_text(f"the {name} state")
     return folder
-
-
-@pytest.fixture
-def proxy(weed: Weed) -> Iterator[FaultProxy]:
-    with FaultProxy(weed.endpoint) as running:
-        yield running
 
 
 def weed_options(weed: Weed, **others: Any) -> dict[str, Any]:

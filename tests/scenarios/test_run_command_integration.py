@@ -7,10 +7,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from distributed import Client
 
 from flytekitplugins.daskpytorch.__main__ import main
-from processes import dask_cluster, end, nothing_left_behind, run_program, until
+from processes import Cluster, nothing_left_behind, run_program, running, until
 
 RUN = (sys.executable, "-m", "flytekitplugins.daskpytorch", "run")
 TRAIN = """
@@ -81,17 +80,14 @@ def test_ranks_train_on_this_node_and_start_again_from_their_checkpoint(folder: 
 
 
 def test_a_run_that_a_signal_has_ended_goes_on_by_the_same_command(folder: Path) -> None:
-    words = (*RUN, "--nproc", "2", "--checkpoints", "kept", "train.py", "wait")
+    words = ("--nproc", "2", "--checkpoints", "kept", "train.py", "wait")
     with nothing_left_behind():
-        command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-        try:
+        with running([*RUN[1:], *words], cwd=folder, log=folder / "said") as command:
             until((folder / "waiting").exists, "the third step")
             command.send_signal(signal.SIGTERM)
-            assert command.wait(60) == 128 + signal.SIGTERM
-        finally:
-            end(command)  # type: ignore[arg-type]
+            assert command.wait() == 128 + signal.SIGTERM
         (folder / "go").touch()
-        again = run(*words[len(RUN) :])
+        again = run(*words)
     assert again.returncode == 0, again.stderr
     assert "[rank 0] from 3 0 2 2" in again.stdout
 
@@ -122,14 +118,11 @@ def test_a_program_handles_the_commands_signal_itself(
     folder: Path, order: signal.Signals, how: str, told: set[int]
 ) -> None:
     (folder / "heeds.py").write_text(textwrap.dedent(HEEDS))
-    with nothing_left_behind():
-        command = subprocess.Popen([*RUN, "--nproc", "2", "--max-restarts", "0", "heeds.py", how])
-        try:
-            until(lambda: all((folder / f"waiting-{rank}").exists() for rank in (0, 1)), "the program")
-            command.send_signal(order)
-            assert command.wait(60) == 128 + order
-        finally:
-            end(command)  # type: ignore[arg-type]
+    words = [*RUN[1:], "--nproc", "2", "--max-restarts", "0", "heeds.py", how]
+    with nothing_left_behind(), running(words, cwd=folder, log=folder / "said") as command:
+        until(lambda: all((folder / f"waiting-{rank}").exists() for rank in (0, 1)), "the program")
+        command.send_signal(order)
+        assert command.wait() == 128 + order
     assert {path.name for path in folder.glob("best-*")} == {f"best-{rank}" for rank in told}
 
 
@@ -213,11 +206,10 @@ def test_a_program_for_fabrics_own_command_forms_its_group_as_by_that_command(
     assert "[rank 1] 2\n" in done.stdout
 
 
-def test_ranks_train_on_dask_workers(folder: Path) -> None:
-    with dask_cluster(folder, 3) as cluster, Client(cluster.address):
-        done = run("--scheduler", cluster.address, "--workers", "2", "--nproc", "1", "train.py")
+def test_ranks_train_on_one_of_two_dask_workers(cluster: Cluster) -> None:
+    done = run("--scheduler", cluster.address, "--workers", "1", "--nproc", "2", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "from 1 0 1 2" in done.stdout
+    assert "from 1 0 2 2" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,6 @@ def pictures(weed: Weed) -> None:
     """What most tests read."""
     broken = {f"broken/thing/{name}": body for name, body in BROKEN.items()}
     weed.put_all(BUCKET, {**FEW, "few-others/c/1.jpg": JPEG, **broken, "broken/thing/whole.jpg": JPEG})
-
-
-@pytest.fixture(scope="module")
-def running_proxy(weed: Weed) -> Iterator[FaultProxy]:
-    with FaultProxy(weed.endpoint) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(running_proxy: FaultProxy) -> FaultProxy:
-    """A proxy that has done nothing wrong yet."""
-    running_proxy.heal()
-    return running_proxy
 
 
 @pytest.fixture

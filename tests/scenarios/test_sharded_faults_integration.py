@@ -18,10 +18,11 @@ from s3fs import S3FileSystem
 from fault_proxy import RESET, UNAVAILABLE, Fault, FaultProxy, denied, late
 from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
-from flytekitplugins.daskpytorch.node import fork_client
 from gangs import Notes, on_this_machine
-from processes import nothing_left_behind, small_disk, until
+from processes import small_disk, until
 from seaweed import Keys, Weed
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 DOOMED_STEP = 3
 DOOMED = {"in mid upload": 1, "at .metadata": 0, "at the report": 0, "after the commit": 1}
@@ -82,13 +83,6 @@ def run(uri: str, *args: Any, **how: Any) -> tuple[GangFutures, Notes]:
     return on_this_machine(functools.partial(train, **how), *args, checkpoint_uri=uri, observers=[notes]), notes
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_rank_left() -> Iterator[None]:
-    with nothing_left_behind():
-        yield
-        fork_client.shutdown()
-
-
 @pytest.mark.parametrize("moment", DOOMED)
 def test_rank_that_is_killed_in_a_save_costs_no_more_than_that_save(tmp_path: Path, moment: str) -> None:
     futures, notes = run(str(tmp_path), 5, moment=moment)
@@ -101,12 +95,6 @@ def test_rank_that_is_killed_in_a_save_costs_no_more_than_that_save(tmp_path: Pa
 
 
 # ---- Storage --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def proxy(weed: Weed) -> Iterator[FaultProxy]:
-    with FaultProxy(weed.endpoint) as running:
-        yield running
 
 
 @pytest.fixture

@@ -23,11 +23,12 @@ from torch.distributed.fsdp import fully_shard
 
 from flytekitplugins.daskpytorch import Gang, GangStartError, Keep, current_rank, dispatch
 from flytekitplugins.daskpytorch.errors import PreemptedError
-from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol.host import open_filesystem
 from gangs import Notes, driver_of, on_this_machine
-from processes import nothing_left_behind, until
+from processes import until
 from sharded_states import assert_same, make, state_of, whole
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 ODD_NAME = "a[b]*?::c %20#{d}~é"
 """Characters that mean something to fsspec, to URLs or to shells."""
@@ -66,13 +67,6 @@ def run(*args: Any, **how: Any) -> tuple[list[dict[str, Any]], Notes]:
     """What `train` returns on each rank of a gang."""
     notes = Notes()
     return on_this_machine(train, *args, observers=[notes], **how).result(), notes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_rank_left() -> Iterator[None]:
-    with nothing_left_behind():
-        yield
-        fork_client.shutdown()
 
 
 @pytest.fixture(params=[pytest.param("folder", marks=pytest.mark.slow), "S3"])

@@ -20,7 +20,6 @@ from fault_proxy import UNAVAILABLE, FaultProxy, denied, in_turns, late
 from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.driver.manifest import MANIFEST
 from processes import MAX_SECONDS, Cluster, nothing_left_behind, small_disk, until
-from seaweed import Weed
 from test_task_integration import RECOVERABLE, SAMPLE_PROJECT, SYSTEM, execute
 from warm import Program
 
@@ -101,7 +100,7 @@ def test_the_drivers_disk_is_full(
         until(lambda: not list(small.iterdir()), "the driver to clean up")
 
 
-def test_s3_takes_checkpoints_badly(cluster: Cluster, weed: Weed, s3: str, tmp_path: Path) -> None:
+def test_s3_takes_checkpoints_badly(cluster: Cluster, proxy: FaultProxy, s3: str, tmp_path: Path) -> None:
     """Training goes on meanwhile, and the newest checkpoint arrives when it can: before the task ends."""
     busy_or_not_for_us = late(0.5, in_turns(UNAVAILABLE, denied("ExpiredToken")))
     (traces := tmp_path / "traces").mkdir()
@@ -116,7 +115,7 @@ def test_s3_takes_checkpoints_badly(cluster: Cluster, weed: Weed, s3: str, tmp_p
         proxy.heal()
         process.send_signal(signal.SIGTERM)
 
-    with nothing_left_behind(), FaultProxy(weed.endpoint) as proxy:
+    with nothing_left_behind():
         proxy.fail(busy_or_not_for_us, methods=("PUT",), passes_on=False)
         behind_it = dict.fromkeys(("AWS_ENDPOINT_URL", "FLYTE_AWS_ENDPOINT"), proxy.endpoint)
         attempt = execute(

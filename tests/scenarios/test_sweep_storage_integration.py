@@ -1,7 +1,6 @@
 """Interrupted sweeps continue from their storage."""
 
 import json
-import os
 import pickle
 import time
 from pathlib import Path
@@ -13,8 +12,7 @@ from distributed import Client
 from flytekitplugins.daskpytorch import EarlyStopping, Gang, LogRecord, StoppedEarlyError, current_rank, dispatch
 from flytekitplugins.daskpytorch.protocol.files import Files
 from pages import REPOSITORY
-from processes import Cluster, end, is_alive, run_program, until
-from warm import warm_python
+from processes import Cluster, is_alive, run_program, running, until
 
 VICTIM = REPOSITORY / "tests/support/sweep_victim.py"
 
@@ -29,14 +27,11 @@ def test_a_sweep_that_is_killed_goes_on_and_trains_no_model_twice_to_its_end(clu
     command = [VICTIM, cluster.address, str(tmp_path), "6"]
     kept = tmp_path / "kept" / "grid"
     allow(tmp_path, 2)
-    driver = warm_python().start(command, cwd=tmp_path, env=os.environ)
-    try:
+    with running(command, cwd=tmp_path, log=tmp_path / "log"):
         ended = [kept / f"{index}/outcome.pkl" for index in range(2)]
         begun = [kept / f"{index}/manifest.json" for index in (2, 3)]
         until(lambda: all(path.exists() for path in ended + begun), "two to end, and the next two to begin")
         until(lambda: all(b'"step": 3' in path.read_bytes() for path in begun), "their last checkpoints")
-    finally:
-        end(driver)
     ranks = [int((tmp_path / f"pid-{index}").read_text()) for index in (2, 3)]
     until(lambda: not any(map(is_alive, ranks)), "the ranks to end as their driver has")
 

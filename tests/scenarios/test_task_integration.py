@@ -1,7 +1,6 @@
 """Tasks as users and the backend run them: `pyflyte run`, and the container's own commands on a real cluster."""
 
 import contextlib
-import os
 import re
 import shutil
 import tarfile
@@ -22,16 +21,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
 
 from pages import REPOSITORY
-from processes import (
-    SCRIPTS,
-    TASKS_IMPORT,
-    Cluster,
-    dask_cluster,
-    end,
-    start_worker,
-    until,
-    warm_python,
-)
+from processes import SCRIPTS, TASKS_IMPORT, Cluster, dask_cluster, running, start_worker, until
 from warm import Program
 
 SAMPLE_PROJECT = REPOSITORY / "tests/support/sample_project"
@@ -73,10 +63,6 @@ class Attempt:
     """Where its intratask checkpoint went."""
     seconds: float = 0.0
     """How long it ran once nobody meddled with it any more."""
-
-    @property
-    def has_outputs(self) -> bool:
-        return (self.folder / "out" / "outputs.pb").exists()
 
     @property
     def outputs(self) -> dict[str, Any]:
@@ -142,8 +128,8 @@ def execute(
     if archive is not None:
         fast = [str(SCRIPTS / "pyflyte-fast-execute"), "--additional-distribution", str(archive)]
         command = [*fast, "--dest-dir", str(cwd), "--", *command]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {
+    environment = {
+        "PYTHONPATH": "",
         "FLYTE_INTERNAL_EXECUTION_ID": "f3a",
         "FLYTE_INTERNAL_EXECUTION_PROJECT": "tests",
         "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
@@ -152,15 +138,11 @@ def execute(
         **({"DASK_SCHEDULER_ADDRESS": cluster} if cluster else {}),
         **(env or {}),
     }
-    with (folder / "output.txt").open("wb") as output:
-        process = warm_python().start(command, cwd=cwd, env=environment, stdout=output, stderr=output)
-    try:
+    with running(command, cwd=cwd, log=folder / "output.txt", env=environment) as process:
         if meddle is not None:
             meddle(process)
         alone_at = time.monotonic()
         process.wait()
-    finally:
-        end(process)
     said = (folder / "output.txt").read_text()
     return Attempt(folder, said, checkpoint, time.monotonic() - alone_at)
 
@@ -257,23 +239,17 @@ def test_flytes_verdict_on_a_failure(
     assert kept["last-words-1"] == how.encode()
 
 
-def test_workers_that_do_not_come_are_counted(project: Path, tmp_path: Path) -> None:
-    with dask_cluster(tmp_path, 1) as cluster:
-        env, folder = {"START_TIMEOUT": "5"}, tmp_path / "run"
-        attempt = execute("fail", {"how": "value"}, cluster=cluster.address, cwd=project, folder=folder, env=env)
-    assert (attempt.error.kind, attempt.error.origin) == (RECOVERABLE, SYSTEM)
-    assert "1 of 2 Dask workers came" in attempt.error.message
+def test_the_driver_waits_for_workers_and_counts_those_that_do_not_come(project: Path, tmp_path: Path) -> None:
+    with dask_cluster(tmp_path, 1) as cluster, contextlib.ExitStack() as workers:
 
-
-def test_the_driver_waits_for_workers_that_start_after_it(project: Path, tmp_path: Path) -> None:
-    inputs, folder = {"how": "recoverable"}, tmp_path / "run"
-    with dask_cluster(tmp_path, 0) as cluster, contextlib.ExitStack() as workers:
-
-        def start_workers(_: object) -> None:
-            said = folder / "output.txt"
+        def start_the_other(_: object) -> None:
+            said = tmp_path / "run" / "output.txt"
             until(lambda: "(DASK_SCHEDULER_ADDRESS), waiting for the others" in said.read_text(), "the driver to wait")
-            for index in range(2):
-                workers.callback(start_worker(cluster.address, index, tmp_path))
+            workers.callback(start_worker(cluster.address, 1, tmp_path))
 
-        attempt = execute("fail", inputs, cluster=cluster.address, cwd=project, folder=folder, meddle=start_workers)
-    assert "try again" in attempt.error.message
+        where = {"cluster": cluster.address, "cwd": project}
+        too_few = execute("fail", {"how": "value"}, folder=tmp_path / "few", env={"START_TIMEOUT": "2"}, **where)
+        both = execute("fail", {"how": "recoverable"}, folder=tmp_path / "run", meddle=start_the_other, **where)
+    assert (too_few.error.kind, too_few.error.origin) == (RECOVERABLE, SYSTEM)
+    assert "1 of 2 Dask workers came" in too_few.error.message
+    assert "try again" in both.error.message

@@ -1,5 +1,7 @@
 """A training whose result is known, and ways to break it: what the tests of faults run, and how they watch it."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
@@ -9,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flytekitplugins.daskpytorch import Gang, Observer, current_rank, dispatch
-from flytekitplugins.daskpytorch.display import terminal
-from flytekitplugins.daskpytorch.driver import futures as gang_futures
-from flytekitplugins.daskpytorch.protocol.function import pack_call
 from processes import until
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from flytekitplugins.daskpytorch.task.run import RunFutures
 
 STEPS = 10
 SAVED_AT = 4
@@ -177,7 +181,7 @@ class Watched:
     """One gang under test, and the traces it leaves."""
 
     folder: Path
-    futures: gang_futures.GangFutures
+    futures: RunFutures
     notes: list[str] = field(default_factory=list)
     restarted_at: list[float] = field(default_factory=list)
     formed_at: list[float] = field(default_factory=list)
@@ -209,27 +213,7 @@ class Watched:
 
 
 Launch = Callable[..., Watched]
-"""Launches a gang of `train`: where (see `run_on`), `train`'s own arguments, and the gang's settings."""
-
-
-def run_on(
-    where: Any, function: Callable[..., Any], *args: Any, gang: Gang | None = None, **kwargs: Any
-) -> gang_futures.GangFutures:
-    """Run a gang as `DaskDDP` does, on the workers of a client, or as `SpawnDDP` does: so many ranks on this node."""
-    if not isinstance(where, int):
-        return dispatch.run(where, function, *args, gang=gang, **kwargs)
-    from flytekitplugins.daskpytorch.driver.supervisor import Request, Supervisor
-    from flytekitplugins.daskpytorch.node.agent import OwnNode
-
-    settings = gang or Gang()
-    request = Request(
-        name=function.__qualname__,
-        call=pack_call(function, args, kwargs),
-        ranks_per_worker=where,
-        settings=settings,
-        observers=[terminal.echo(), *(make() for make in settings.observers)],
-    )
-    return gang_futures.GangFutures(Supervisor(request, OwnNode()), where)
+"""Launches a gang of `train`: a client, or None for this node; `train`'s own arguments, and the gang's settings."""
 
 
 @contextlib.contextmanager
@@ -253,11 +237,11 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
         def on_formed(self, seconds: float) -> None:
             self.watched.formed_at.append(time.time())
 
-    def launch(where: Any, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
+    def launch(client: Client | None, *args: Any, gang: Gang | None = None, **kwargs: Any) -> Watched:
         watcher, settings = Watcher(), gang or Gang()
         watcher.watched = Watched(folder, None)  # type: ignore[arg-type]
         settings = replace(settings, observers=(*settings.observers, lambda: watcher))
-        watcher.watched.futures = run_on(where, train, str(folder), *args, gang=settings, **kwargs)
+        watcher.watched.futures = dispatch.run(client, train, str(folder), *args, gang=settings, **kwargs)
         return watcher.watched
 
     yield launch

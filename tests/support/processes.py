@@ -205,6 +205,20 @@ def run_program(
     return subprocess.CompletedProcess(command, code, *said)
 
 
+@contextlib.contextmanager
+def running(
+    command: Sequence[str | Path], *, cwd: Path, log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Program]:
+    """A program of Python's until the end of the block, in a fork of `warm_python`; its output goes to a file."""
+    environment = os.environ | dict(env or {})
+    with log.open("wb") as said:
+        program = warm_python().start(command, cwd=cwd, env=environment, stdout=said, stderr=said, new_session=True)
+    try:
+        yield program
+    finally:
+        end(program)
+
+
 def end(process: subprocess.Popen[bytes] | Program) -> None:
     """End a process that a test started, with all its children."""
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

@@ -61,6 +61,3 @@ def test_alone_and_in_a_gang_every_image_counts_once(gang: list[dict[str, Any]])
         assert torch.equal(found.guesses, logits.argmax(dim=1))
         torch.testing.assert_close(found.scores, logits.softmax(dim=1))
     assert [rank["few"].num_images for rank in gang] == [2] * 3  # one rank has none
-
-
-# Training
