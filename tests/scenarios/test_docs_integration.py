@@ -7,8 +7,11 @@ import re
 import shlex
 import sqlite3
 import subprocess
+import sys
 from ast import literal_eval
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,11 @@ from flytekitplugins.daskpytorch import current_rank
 from gangs import on_this_machine
 from jpegs import photos
 from otlp import receiver
-from pages import PAGES, REPOSITORY, block, blocks, command
+from pages import PAGES, REPOSITORY, block, blocks, command, imported, run_as_script
 from processes import SCRIPTS, Cluster, nothing_left_behind, run_program
 from seaweed import Weed
+
+pytestmark = pytest.mark.usefixtures("weed", "one_fork_server")  # the server before what looks for processes
 
 
 def run_warm(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -50,12 +55,28 @@ def run_example(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def run_script(mark: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The block that has this mark, as a script; it goes well."""
-    (folder / "script.py").write_text(block(mark))
-    done = run_warm(["python", "script.py", *arguments], folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """The output of a program."""
+
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Said]:
+    """Runs the block that has this mark, as a script, in this process."""
+
+    def run(mark: str, *arguments: str) -> Said:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+        run_as_script(imported("script_of_the_docs", block(mark), tmp_path, monkeypatch))
+        out, err = capfd.readouterr()
+        return Said(stdout=out, stderr=err)
+
+    return run
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
@@ -82,9 +103,9 @@ SAY = {
 
 
 @pytest.mark.parametrize("mark", SAY)
-def test_a_program_says_what_it_must(mark: str, tmp_path: Path) -> None:
-    name = re.match(r"# (\w+\.py): ", mark)
-    done = run_example(name[1], tmp_path) if name else run_script(mark, tmp_path)
+def test_a_program_says_what_it_must(mark: str, run_script: Callable[..., Said], tmp_path: Path) -> None:
+    command = re.match(r"# (\w+\.py): pyflyte", block(mark))
+    done = run_example(command[1], tmp_path) if command else run_script(mark)
     assert re.search(SAY[mark], done.stdout + done.stderr if "fits" in mark else done.stdout, re.MULTILINE), done
 
 
@@ -119,8 +140,8 @@ def test_the_example_can_be_unit_tested(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_example_of_a_gang_that_stays_trains_on_from_call_to_call(tmp_path: Path) -> None:
-    *trainings, evaluation = run_example("phases.py", tmp_path).stdout.splitlines()
+def test_the_example_of_a_gang_that_stays_trains_on_from_call_to_call(run_script: Callable[..., Said]) -> None:
+    *trainings, evaluation = run_script("# phases.py: ").stdout.splitlines()
     losses = [float(line.split()[-1]) for line in trainings]
     assert len(losses) == 3
     assert losses == sorted(losses, reverse=True)
@@ -161,14 +182,14 @@ def test_the_training_with_an_evaluation_beside_finds_the_last_epoch_best(tmp_pa
     assert loss < 0.5
 
 
-def test_the_ranks_share_a_stream_out_and_join_unequal_shares(tmp_path: Path) -> None:
-    first, second = literal_eval(run_example("stream.py", tmp_path).stdout.splitlines()[-1])
+def test_the_ranks_share_a_stream_out_and_join_unequal_shares(run_script: Callable[..., Said]) -> None:
+    first, second = literal_eval(run_script("# stream.py: ").stdout.splitlines()[-1])
     assert first + second == 2 * 9 * 4
     assert first > second
 
 
-def test_the_script_that_shows_what_stays_runs(tmp_path: Path) -> None:
-    done = run_script('futures.report("training.html")', tmp_path)
+def test_the_script_that_shows_what_stays_runs(run_script: Callable[..., Said], tmp_path: Path) -> None:
+    done = run_script('futures.report("training.html")')
     first, second = done.stdout.splitlines()
     assert first.startswith("{'loss': 0.3333333333333333} 3 goodput "), done.stderr
     assert second.count("SavedCheckpoint(step=3") == 2
@@ -182,16 +203,16 @@ def test_the_cells_of_a_notebook_train(tmp_path: Path) -> None:
     assert "['rank 0 of 2: 3 epochs', 'rank 1 of 2: 3 epochs']" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_example_of_a_model_per_key_prints_its_table(tmp_path: Path) -> None:
+def test_the_example_of_a_model_per_key_prints_its_table(run_script: Callable[..., Said]) -> None:
     pytest.importorskip("dask.dataframe")
-    printed = run_script("models_per_worker=2", tmp_path).stdout
+    printed = run_script("models_per_worker=2").stdout
     assert [line.split()[0] for line in printed.splitlines() if line[:1].isdigit()] == [*"0123"]
     assert "store" in printed
     assert "slope" in printed
 
 
-def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
-    done = run_script("stop_early=", tmp_path)
+def test_the_script_that_stops_models_early_runs(run_script: Callable[..., Said]) -> None:
+    done = run_script("stop_early=")
     found = re.findall(r"^{'lr': ([\d.]+)} (\S+) after (\d) epochs$", done.stdout, re.MULTILINE)
     assert [rate for rate, _, _ in found] == ["0.3", "0.1", "0.03", "0.01", "0.003", "0.001"], done.stdout + done.stderr
     assert found[0][2] == "8"  # the best is trained to its end
@@ -201,16 +222,16 @@ def test_the_script_that_stops_models_early_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "best: {'lr': 0.3}"
 
 
-def test_the_script_of_a_search_runs(tmp_path: Path) -> None:
-    done = run_script("optuna.create_study", tmp_path)
+def test_the_script_of_a_search_runs(run_script: Callable[..., Said]) -> None:
+    done = run_script("optuna.create_study")
     printed = re.fullmatch(r"10 \{'rate': ([\d.e-]+)\} ([\d.e-]+)\n", done.stdout)
     assert printed, done.stdout + done.stderr
     rate, loss = map(float, printed.groups())
     assert loss == pytest.approx(9 * (1 - rate) ** 16)
 
 
-def test_the_script_of_a_sweep_that_goes_on_runs(tmp_path: Path) -> None:
-    first, second = (run_script('storage="sweeps"', tmp_path) for _ in range(2))
+def test_the_script_of_a_sweep_that_goes_on_runs(run_script: Callable[..., Said], tmp_path: Path) -> None:
+    first, second = (run_script('storage="sweeps"') for _ in range(2))
     assert first.stdout == second.stdout, first.stderr + second.stderr
     assert len(literal_eval(first.stdout)) == 4
     assert f"4 of 4 models have ended before, as {tmp_path / 'sweeps' / 'rates'} has it" in second.stderr
@@ -242,8 +263,8 @@ def test_the_task_with_a_deck_of_its_own_makes_it(tmp_path: Path, monkeypatch: p
     assert "best 0.4823 at 4" in decks["Comparison"]
 
 
-def test_the_script_with_trackers_runs(tmp_path: Path) -> None:
-    done = run_script("# tracked.py", tmp_path)
+def test_the_script_with_trackers_runs(run_script: Callable[..., Said], tmp_path: Path) -> None:
+    done = run_script("# tracked.py")
     assert len(list(tmp_path.glob("runs/train-1-*/events.out.*"))) == 1, done.stderr
     assert len(list(tmp_path.glob("runs/train-2-*/[01]/events.out.*"))) == 2
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as database:
@@ -265,23 +286,25 @@ def test_the_task_with_weights_and_biases_is_recorded_offline_without_a_key(
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
 
 
-def test_the_script_that_sends_files_runs(tmp_path: Path) -> None:
-    done = run_script("process_results", tmp_path)
+def test_the_script_that_sends_files_runs(run_script: Callable[..., Said], tmp_path: Path) -> None:
+    done = run_script("process_results")
     assert json.loads((tmp_path / "results" / "rank-0" / "epoch-1.json").read_text()) == {"epoch": 1}, done.stderr
 
 
-def test_the_script_that_trains_on_what_dask_holds_runs(tmp_path: Path) -> None:
-    done = run_script("DaskPartitions", tmp_path)
+def test_the_script_that_trains_on_what_dask_holds_runs(run_script: Callable[..., Said]) -> None:
+    done = run_script("DaskPartitions")
     shares = re.findall(r"(\d+) names in partitions (\[.*?\])", done.stdout)
     assert sum(int(num_names) for num_names, _ in shares) == 3 * 75, done.stdout + done.stderr
     assert sorted(number for _, numbers in shares for number in literal_eval(numbers)) == list(range(10))
 
 
-def test_the_script_that_reads_pictures_runs(tmp_path: Path, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_that_reads_pictures_runs(
+    run_script: Callable[..., Said], weed: Weed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weed.put_all("readme", photos(20, 2, prefix="dogs"))
     for name, value in weed.env().items():
         monkeypatch.setenv(name, value)
-    done = run_script("S3ImageFolder", tmp_path, "s3://readme/dogs")
+    done = run_script("S3ImageFolder", "s3://readme/dogs")
     assert "16 pictures, 4 held out, 2 classes" in done.stdout, done.stdout + done.stderr
 
 

@@ -31,10 +31,10 @@ from flytekitplugins.daskpytorch import (
     PreemptedError,
     SpawnDDP,
     WorkerGroup,
-    dispatch,
 )
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol import host
+from flytekitplugins.daskpytorch.task.run import RunFutures
 from pages import block
 from processes import nothing_left_behind
 
@@ -123,7 +123,7 @@ class Logged(Observer):
         self.records.append(record)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def worker() -> Iterator[Client]:
     """A client of a worker in this process."""
     with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as local, Client(local) as client:
@@ -136,11 +136,15 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
 ) -> None:
     pytest.importorskip(library) if find_spec(library) is None else None  # without importing it here
     monkeypatch.setattr(ft, "train", library_trainings.TRAININGS[library])
-    logged = Logged()
+    logged, own = Logged(), {"lightning": "validated", "transformers": "eval_loss"}[library]
+    evaluate = Evaluate(library_trainings.EVALUATIONS[library], workers=0)
+    beside = replace(TWO_RANKS, evaluate=evaluate, keep=Keep(best=1, metric="loss_beside"), **ONCE)
     with ft.watching(tmp_path / "undisturbed") as launch:
-        expected = launch(worker, gang=TWO_RANKS).futures.result()
+        undisturbed = launch(worker, gang=beside).futures
+        expected = undisturbed.result()
+    check_evaluated(undisturbed, own)
     with ft.watching(tmp_path / "killed") as launch:
-        best = Keep(best=1, metric={"lightning": "validated", "transformers": "eval_loss"}[library], mode="min")
+        best = Keep(best=1, metric=own, mode="min")
         killed = launch(worker, 6, gang=replace(TWO_RANKS, observers=(lambda: logged,), keep=best))
         results = killed.futures.result()
     assert killed.starts(0) == killed.starts(1) == [0, 4]
@@ -159,16 +163,8 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
     assert names >= {"lightning": {"epoch", "own_loss", "validated"}, "transformers": {"epoch", "grad_norm"}}[library]
 
 
-@pytest.mark.parametrize("library", library_trainings.TRAININGS)
-def test_an_evaluation_beside_the_training_finds_the_trainers_own_values(
-    library: str, worker: Client, tmp_path: Path
-) -> None:
-    pytest.importorskip(library) if find_spec(library) is None else None
-    own = {"lightning": "validated", "transformers": "eval_loss"}[library]
-    evaluate = Evaluate(library_trainings.EVALUATIONS[library], workers=0)
-    gang = replace(TWO_RANKS, evaluate=evaluate, keep=Keep(best=1, metric="loss_beside"), **ONCE)
-    futures = dispatch.run(worker, library_trainings.TRAININGS[library], str(tmp_path), gang=gang)
-    futures.result()
+def check_evaluated(futures: RunFutures, own: str) -> None:
+    """The evaluation beside the training has found the trainer's own values."""
     validated = {record.step: record.numbers[own] for record in futures.records if own in record.numbers}
     beside = {record.step: record.numbers["loss_beside"] for record in futures.records if record.is_evaluation}
     assert 12 in beside

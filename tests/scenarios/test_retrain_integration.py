@@ -1,7 +1,6 @@
 """Daily retrainings promote the right models, and leave a valid registry if one is killed."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from pages import REPOSITORY
-from processes import MARK, SCRIPTS, nothing_left_behind, run_program
+from processes import SCRIPTS, nothing_left_behind, run_program
 from tasks.challenger import STATE
 from tasks.char_lstm import CharLSTM, evaluate, windows
 from tasks.embedded_names import EMBEDDED_NAMES
@@ -66,20 +65,16 @@ class Home:
     def registry(self) -> str:
         return str(self.folder / "registry")
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**environment(self.folder), "PET_NAMES_REGISTRY": self.registry}
-
-    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
-        with nothing_left_behind() as mark:
-            return run_program(command, cwd=self.folder, env={**self.environment, MARK: mark})
+    def call(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        own = {"HOME": str(self.folder), "TMPDIR": f"{self.folder}/tmp", "PET_NAMES_REGISTRY": self.registry}
+        own |= {"WANDB_MODE": "disabled", "PYTHONPATH": str(REPOSITORY)}
+        with nothing_left_behind():
+            return run_program(command, cwd=self.folder, env=own)
 
     def retrain(self, name: str, day: str) -> Run:
         """By pyflyte run, on the names of the day."""
         given = ("--data", self.data, "--kickoff_time", day, "--hp", json.dumps(HP))
-        command = [SCRIPTS / "pyflyte", "run", REPOSITORY / "workflows" / "retrain.py", name, *given]
-        with nothing_left_behind():
-            done = run_program(command, cwd=self.folder, env=self.environment)
+        done = self.call(SCRIPTS / "pyflyte", "run", REPOSITORY / "workflows" / "retrain.py", name, *given)
         found = re.search(r"Retraining\((.*)\)$", done.stdout, re.MULTILINE)
         outputs = dict(re.findall(r"(\w+)=['\"](.*?)['\"](?:, |$)", found[1])) if found else {}
         return Run(code=done.returncode, said=done.stdout + done.stderr, outputs=outputs)
@@ -90,11 +85,6 @@ class Home:
         done = self.call(str(REPOSITORY / "tests/support/retrain_victims.py"), stage, json.dumps(given))
         outputs = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
         return Run(code=done.returncode, said=done.stdout + done.stderr, outputs=outputs)
-
-
-def environment(home: Path) -> dict[str, str]:
-    own = {"HOME": str(home), "TMPDIR": f"{home}/tmp", "WANDB_MODE": "disabled", "PYTHONPATH": str(REPOSITORY)}
-    return {**os.environ, **own}  # with the mark of whoever asks for it
 
 
 @dataclass(frozen=True, kw_only=True)

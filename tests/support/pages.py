@@ -1,7 +1,14 @@
 """The README and the pages of docs/, whose blocks of code the tests run."""
 
 import re
+import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+
+import distributed
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -28,3 +35,24 @@ def command(pattern: str) -> str:
     found = {line for each in blocks("bash") for line in each.splitlines() if re.fullmatch(pattern, line)}
     assert len(found) == 1, found
     return found.pop()
+
+
+def imported(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A program as a module of this process, whose Dask workers are threads: all gangs have one fork server."""
+    import_module("flytekitplugins.daskpytorch.dispatch")  # needs the class itself
+    here = {"processes": False, "n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    monkeypatch.setattr(distributed, "Client", partial(distributed.Client, **here))
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    module = import_module(name)
+    del sys.modules[name]
+    monkeypatch.setitem(sys.modules, name, module)  # until the test's end
+    return module
+
+
+def run_as_script(module: ModuleType) -> None:
+    """Run what the program does as a script."""
+    source = Path(str(module.__file__)).read_text()
+    block = source.partition('if __name__ == "__main__":\n')[2]
+    exec(compile("if True:\n" + block, str(module.__file__), "exec"), vars(module))
