@@ -40,7 +40,6 @@ def compile_once() -> tuple[float, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_second_gang_loads_what_torch_compiled_in_the_first(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     [(first, first_hit)] = on_this_machine(compile_once, num_ranks=1, compile_cache=store).result()

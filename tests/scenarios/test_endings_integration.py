@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.rank import session
 from processes import until
 
 ONCE = Gang(max_restarts=0)
-MAX_WAIT = 60.0
+MAX_WAIT = 600.0
 """Seconds, on a busy machine, for what would take hours otherwise."""
 AMPLE = 10.0
 """Seconds for the exit functions of failed ranks in place of one: a busy machine needs more."""

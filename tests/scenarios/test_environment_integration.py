@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from distributed import Client
 
 from flytekitplugins.daskpytorch import Gang, dispatch
-
-pytestmark = pytest.mark.timeout(300)
 
 EARLY = {
     "PYTHONHASHSEED": "3",

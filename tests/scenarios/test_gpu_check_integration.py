@@ -59,7 +59,6 @@ def gpus_of_gang(client: Client, **settings: Any) -> list[str]:
     return sorted(dispatch.run(client, gpu_of_rank, gang=gang).result())
 
 
-@pytest.mark.timeout(300)
 def test_a_gang_goes_on_without_a_gpu_that_has_a_fault(
     client: Client, file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +84,6 @@ def test_a_gang_goes_on_without_a_gpu_that_has_a_fault(
     assert "in refuse_gpu_2\n    raise ArithmeticError(" in told
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_without_a_sound_gpu_is_left_out_if_min_workers_allows_that(client: Client, file: Path) -> None:
     describe(file, c={"code": 15}, d={"remap_pending": 1})
     assert gpus_of_gang(client, min_workers=1) == ["0"]
@@ -96,7 +94,6 @@ def test_a_worker_without_a_sound_gpu_is_left_out_if_min_workers_allows_that(cli
     assert error.value.kind == "lost"
 
 
-@pytest.mark.timeout(300)
 def test_a_driver_that_hangs_is_an_error_of_the_infrastructure(client: Client, file: Path) -> None:
     describe(file, a={"hangs": 1})
     with pytest.raises(WorkerLostError, match=r"GPU 0 \(UUID GPU-a\) of host .* did not answer within 1 s"):

@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankUsage, Wo
 from flytekitplugins.daskpytorch.node import fork_client, hardware
 from flytekitplugins.daskpytorch.protocol import torch_parts
 from flytekitplugins.daskpytorch.rank import own_gpu, process_group
-from processes import nothing_left_behind
+from processes import nothing_left_behind, until
 from warm import start_cold
 
 if TYPE_CHECKING:
@@ -422,13 +422,14 @@ def recall_collectives(device: str) -> tuple[list[Any], str]:
     """The last collectives as torch's flight recorder has them, and the backend that they went through."""
     for _ in range(3):
         dist.all_reduce(torch.ones(4, device=device))
-    deadline = time.monotonic() + 10
-    while True:
+    newest: list[Any] = []
+
+    def are_done() -> bool:
         recalled = process_group.recall()
-        newest = recalled.collectives[-3:] if recalled is not None else []
-        if time.monotonic() > deadline or (newest and all(each.is_done for each in newest)):
-            break
-        time.sleep(0.1)
+        newest[:] = recalled.collectives[-3:] if recalled is not None else []
+        return bool(newest) and all(each.is_done for each in newest)
+
+    until(are_done, lambda: f"the collectives to be done: {newest}")
     backend = torch_parts.backend_on(dist.group.WORLD, device)
     has_hooks = getattr(backend, "supports_abort_hooks", False)
     shown = [(each.group, each.operation, [*each.inputs], each.is_done) for each in newest]

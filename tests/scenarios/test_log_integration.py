@@ -74,9 +74,6 @@ def test_a_task_with_a_fault_says_objects_only(tmp_path: Path) -> None:
 # ---- Files
 
 
-pytestmark = pytest.mark.timeout(300)
-
-
 def gathered() -> float:
     """The sum over a formed gang."""
     import torch.distributed as dist

@@ -70,7 +70,6 @@ def oom_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "memory.events")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", ["kernel", "gpu"])
 def test_a_gang_out_of_memory_trains_on_with_smaller_micro_batches(how: str, oom_kills: str) -> None:
     undisturbed, _, _ = dispatch.run(None, train, how, oom_kills, BATCH, gang=TWO).result()[0]
@@ -89,7 +88,6 @@ def test_a_gang_out_of_memory_trains_on_with_smaller_micro_batches(how: str, oom
     assert all(text in page for text in told)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("asks", "num_attempts"), [(True, 4), (False, 2)])
 def test_restarts_for_memory_end(asks: bool, num_attempts: int, oom_kills: str) -> None:
     """A training that takes no less memory is not tried again at the same step."""

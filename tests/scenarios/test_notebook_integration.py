@@ -16,8 +16,6 @@ from nbclient import NotebookClient
 
 from processes import nothing_left_behind, until
 
-pytestmark = pytest.mark.timeout(400)
-
 FIRST_CELL = """
 import os, time
 from distributed import Client

@@ -14,7 +14,6 @@ from torch import distributed as dist
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from processes import run_program, warm_python
 
-pytestmark = pytest.mark.timeout(300)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 OURS = ("-m", "flytekitplugins.daskpytorch", "run", "--nproc")
 HEAD = """
