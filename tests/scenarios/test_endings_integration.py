@@ -1,4 +1,4 @@
-"""A rank ends as a Python program does. Each other kind of end is reported."""
+"""A rank ends as a Python program does. Each other kind of end is reported. Cancels during the start leave nothing."""
 
 import argparse
 import atexit
@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from torch.utils.data import DataLoader
 
 from flytekitplugins.daskpytorch import Gang, GangError, SpawnDDP, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver import state
+from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.rank import session
-from processes import until
+from gangs import on_this_machine
+from processes import num_open_files, until
 
 ONCE = Gang(max_restarts=0)
 MAX_WAIT = 600.0
@@ -227,3 +229,30 @@ def test_a_task_leaves_a_model_that_loads_without_a_group() -> None:
     made = returns_model.dispatch_execute(FlyteContextManager.current_context(), LiteralMap(literals={}))
     written = made.literals["o0"].scalar.blob.uri
     assert type(torch.load(written, weights_only=False)) is torch.nn.Linear
+
+
+# ---- Cancels during the start
+
+
+def start() -> GangFutures:
+    return on_this_machine(os.getpid, max_restarts=0)
+
+
+def test_cancels_in_the_start_up_leave_no_agent_no_thread_and_no_file() -> None:
+    others = ours()
+    assert len(start().result()) == 2  # the fork server stays
+    until(lambda: ours() <= others, lambda: f"the first gang's threads to end: {ours() - others}")
+    files = num_open_files()
+    for moment in range(8):
+        futures = start()
+        time.sleep(0.008 * moment)
+        futures.cancel()
+        if futures.exception() is not None:
+            with pytest.raises(CancelledError):
+                futures.result()
+    until(lambda: ours() <= others, lambda: f"the threads to end: {ours() - others}")
+    until(lambda: num_open_files() <= files, "the files to be closed")
+
+
+def ours() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("daskpytorch-")}

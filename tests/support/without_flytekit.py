@@ -33,21 +33,8 @@ def total(start: int) -> float:
     return value.item()
 
 
-def count(steps: int) -> tuple[int, int]:
-    """From which step it went on, and the sum of all steps; a rank is killed once the second's checkpoint is kept."""
-    rank = current_rank()
-    state = rank.checkpoint.load() or {"step": 0, "sum": torch.zeros(1)}
-    first = state["step"]
-    for step in range(first + 1, steps + 1):
-        state = {"step": step, "sum": state["sum"] + step}
-        rank.checkpoint.save(state, step)
-        if first == 0 and step == 2:
-            die_once_kept(step)
-    return first, int(state["sum"])
-
-
 def count_sharded(steps: int) -> tuple[int, int]:
-    """The same with sharded checkpoints."""
+    """From which step it went on, and the sum of all steps; a rank is killed once the second's checkpoint is kept."""
     rank, state = current_rank(), {"sum": torch.zeros(1)}
     first = rank.checkpoint.load_sharded(state) or 0
     for step in range(first + 1, steps + 1):
@@ -74,10 +61,6 @@ def test_a_gang_trains_on_a_dask_cluster(client: Client) -> None:
 
 def test_many_models_train(client: Client) -> None:
     assert dispatch.map(client, total, [1, 2]).result() == [1.0, 2.0]
-
-
-def test_a_gang_goes_on_from_its_checkpoint(client: Client) -> None:
-    assert dispatch.run(client, count, 4).result() == [(2, 10), (2, 10)]
 
 
 def test_a_gang_goes_on_from_its_sharded_checkpoint_and_so_does_the_next(client: Client, tmp_path: Path) -> None:
