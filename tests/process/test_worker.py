@@ -1,11 +1,12 @@
 """The driver's storage worker does jobs in the right order, and repeats failed ones."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from flytekitplugins.daskpytorch.process.worker import Worker
+from flytekitplugins.daskpytorch.process.worker import Worker, with_retries
 from processes import until
 
 PATIENCE = 300.0
@@ -62,6 +63,24 @@ def test_pauses_double_until_somebody_waits_and_the_job_may_be_given_up(
     until(lambda: len(pauses) == 3, "three failures")
     assert worker.flush(PATIENCE)
     assert pauses == [0.02, 0.04, 0.08, 0.02, 0.02]
+
+
+def test_tries_are_as_far_apart_as_asked(worker: Worker) -> None:
+    """Storage that is away for a moment costs no checkpoint."""
+    tried: list[float] = []
+
+    def fail() -> None:
+        tried.append(time.monotonic())
+        raise OSError("down")
+
+    worker.submit(fail, lambda _, num_failures, __: num_failures == 3)
+    until(lambda: not worker.jobs, "three failures")
+    with pytest.raises(OSError, match="down"):
+        with_retries(fail, (0.02, 0.04))
+    first, second, third, *others = tried
+    for one, two, three in ((first, second, third), others):
+        assert two - one >= 0.02
+        assert three - two >= 0.04
 
 
 def test_closing_ends_the_thread_and_all_waiting_though_jobs_are_left(worker: Worker) -> None:
