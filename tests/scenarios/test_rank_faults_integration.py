@@ -80,7 +80,6 @@ def test_what_a_rank_has_to_say_is_cut_short(client: Client, launch: ft.Launch) 
 def test_a_straggler_is_left_alone(client: Client, launch: ft.Launch) -> None:  # 19
     watched = launch(client, pace=0.6, gang=Gang(hang_timeout=4.0))  # less than the whole of it takes
     check_recovered(watched, [0])
-    assert not watched.restarted_at
 
 
 class OpensInRank0(Observer):

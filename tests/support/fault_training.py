@@ -38,7 +38,6 @@ def train(
     folder: str,
     fault: str | None = None,
     at_rank: int = 1,
-    breaks_at: int = BREAKS_AT,
     *,
     pace: float = 0.0,
 ) -> float:
@@ -48,7 +47,6 @@ def train(
         folder: Where the ranks leave traces, and the test its own.
         fault: What goes wrong, the first time round.
         at_rank: On which rank.
-        breaks_at: Before which step; the checkpoint before is safe by then.
         pace: Seconds per step.
     """
     import torch
@@ -57,12 +55,12 @@ def train(
     rank = current_rank()
     state = rank.checkpoint.load() or {"step": 0, "value": torch.zeros(1, dtype=torch.float64)}
     value = state["value"]
-    _leave(folder, f"start-{rank.rank}", f"{state['step']} {os.getpid()} {time.time()}")
+    _leave(folder, f"start-{rank.rank}", str(state["step"]))
     for step in range(state["step"] + 1, STEPS + 1):
         time.sleep(pace)
         if _has(folder, f"gate-{step}"):
             _await(folder, f"open-{step}")
-        if step == breaks_at and fault is not None and at_rank == rank.rank and not _has(folder, "broken"):
+        if step == BREAKS_AT and fault is not None and at_rank == rank.rank and not _has(folder, "broken"):
             _await(folder, f"kept-{(step - 1) // SAVED_AT * SAVED_AT}")
             _leave(folder, "broken", f"{os.getpid()} {time.time()}")
             print(f"about to fail: {fault}")
@@ -183,16 +181,12 @@ class Watched:
     folder: Path
     futures: RunFutures
     notes: list[str] = field(default_factory=list)
-    restarted_at: list[float] = field(default_factory=list)
     formed_at: list[float] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
 
     def starts(self, rank: int = 0) -> list[int]:
         """From which step each attempt of this rank started."""
         return [int(line.split()[0]) for line in self._lines(f"start-{rank}")]
-
-    def pids(self, rank: int) -> list[int]:
-        return [int(line.split()[1]) for line in self._lines(f"start-{rank}")]
 
     def broke_at(self) -> float:
         return float(self._lines("broken")[-1].split()[1])
@@ -230,9 +224,6 @@ def watching(folder: Path) -> Iterator[Callable[..., Watched]]:
 
         def on_note(self, text: str) -> None:
             self.watched.notes.append(text)
-
-        def on_restart(self, reason: str, step: int | None) -> None:
-            self.watched.restarted_at.append(time.time())
 
         def on_formed(self, seconds: float) -> None:
             self.watched.formed_at.append(time.time())

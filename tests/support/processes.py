@@ -55,7 +55,6 @@ class Cluster:
     workers: list[subprocess.Popen[bytes] | Program] = field(default_factory=list)
     starts: list[Callable[[], subprocess.Popen[bytes] | Program]] = field(default_factory=list)
     """How each worker was started."""
-    logs: Path = Path()
 
     def make_whole(self) -> None:
         """Start again the workers that a test has killed, and wait for all."""
@@ -138,7 +137,7 @@ def dask_cluster(
         scheduler = start([*scheduler_command, *options], {})
         until(lambda: contact.exists() and contact.read_text().strip(), "the scheduler to start")
         address = json.loads(contact.read_text())["address"]
-        cluster = Cluster(address=address, scheduler=scheduler, logs=folder / "cluster.log")
+        cluster = Cluster(address=address, scheduler=scheduler)
         for index in range(num_workers):
             command = [*(prefixes or {}).get(index, ()), *worker_command, "--name", f"worker-{index}"]
             command += ["--nthreads", "1", "--memory-limit", memory_limit]
