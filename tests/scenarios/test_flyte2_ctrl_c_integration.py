@@ -59,6 +59,7 @@ def test_at_ctrl_c_the_gang_ends_and_the_terminal_is_as_before(tmp_path: Path) -
     assert said.count("interrupted") == 1, said  # the task has retries
 
 
+@pytest.mark.slow
 def test_at_ctrl_c_a_scripts_ranks_end_with_it(tmp_path: Path) -> None:
     code, said = interrupted([sys.executable, "training.py"], tmp_path)
     assert code == -signal.SIGINT, said

@@ -165,7 +165,7 @@ def test_options_of_the_interpreter_reach_the_ranks_whose_output_comes_escaped_a
     ("end", "code", "said"),
     [
         ("rank == '0' or sys.exit(7)", 7, "rank 1 of 2 failed"),
-        ("rank == '0' or sys.exit(-1)", 255, "exit code 255"),
+        pytest.param("rank == '0' or sys.exit(-1)", 255, "exit code 255", marks=pytest.mark.slow),
         ("rank == '0' or os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, "SIGKILL"),
         ("os._exit(0)", 0, ""),
         ("atexit.register(os._exit, 5)", 5, "exit code 5"),

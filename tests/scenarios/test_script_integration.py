@@ -116,7 +116,7 @@ def tracebacks(said: str) -> list[str]:
     return ["".join(re.findall(r'^  File ".*\n', part, re.MULTILINE)) for part in parts]
 
 
-@pytest.mark.parametrize("how", ["threads", "processes", "task"])
+@pytest.mark.parametrize("how", [pytest.param("threads", marks=pytest.mark.slow), "processes", "task"])
 def test_at_ctrl_c_nobody_but_the_script_has_a_traceback(how: str, tmp_path: Path) -> None:
     code, said = interrupted_twice(how, tmp_path)
     # Flytekit has a handler of its own; of two that come at once a process may see one.
