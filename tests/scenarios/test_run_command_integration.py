@@ -194,6 +194,7 @@ def test_the_exit_code_is_that_of_the_guilty_ranks_process_and_what_has_ended_is
     assert [(folder / f"ran-{rank}").read_text() for rank in (0, 1)] == ["once", "once"]
 
 
+@pytest.mark.slow  # test_libraries_integration.py has Fabric in each kind of gang
 def test_a_program_for_fabrics_own_command_forms_its_group_as_by_that_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
