@@ -55,4 +55,4 @@ def run_as_script(module: ModuleType) -> None:
     """Run what the program does as a script."""
     source = Path(str(module.__file__)).read_text()
     block = source.partition('if __name__ == "__main__":\n')[2]
-    exec(compile("if True:\n" + block, str(module.__file__), "exec"), vars(module))
+    exec(compile("if True:\n    pass\n" + block, str(module.__file__), "exec"), vars(module))
