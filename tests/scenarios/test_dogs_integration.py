@@ -90,6 +90,9 @@ def bucket_of(weed: Weed, prefix: str, photos: Path) -> tuple[str, ...]:
     return "--bucket", f"s3://{PUBLIC}/{prefix}", "--anon", "--endpoint_url", weed.endpoint
 
 
+HALF = Hyperparameters(held_out=0.5)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -100,8 +103,8 @@ def bucket_of(weed: Weed, prefix: str, photos: Path) -> tuple[str, ...]:
         ),
         ({"hp": Hyperparameters(crop=100)}, "crop=100: must not be above resize=64"),
         ({"hp": Hyperparameters(held_out=0.001)}, r"held_out=0\.001 of 40 items in 20 classes leaves nothing to test"),
-        ({"state": b"no weights"}, r"cannot read the weights in .*state\.pt: "),
-        ({"state": {"weight": torch.zeros(1)}}, "the weights to start from are not those of SmallNet"),
+        ({"state": b"no weights", "hp": HALF}, r"cannot read the weights in .*state\.pt: "),
+        ({"state": {"weight": torch.zeros(1)}, "hp": HALF}, "the weights to start from are not those of SmallNet"),
         ({"bucket": "s3://public/nothing-here"}, "s3://public/nothing-here/ has no pictures"),
     ],
 )
