@@ -32,6 +32,6 @@ def test_random_schedules_end_as_they_must(chosen: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_gangs", [10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_gangs", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_nothing_piles_up_over_many_gangs(num_gangs: int) -> None:
     run("soak.py", "--gangs", str(num_gangs))
