@@ -359,5 +359,6 @@ def test_a_server_that_has_gone_costs_a_line_and_not_more_time_than_promised(
     tracker.on_log(record(1, loss=0.0))
     tracker.on_end(0)
     said = capsys.readouterr().err
+    assert os.environ["WANDB_FINISH_TIMEOUT"] == "5"  # the user's comes before ours
     assert f"{RUN_IS}{url}/team/names/runs/f3a-train" in said
     assert "has not taken the end (TimeoutError(" in said

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
-UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "": ""}
+UNITS = {"s": "seconds", "": ""}
 Values = dict[tuple[str, str, str], float]
 """Name in Prometheus, the model's index, and the figure's own label -> newest value."""
 

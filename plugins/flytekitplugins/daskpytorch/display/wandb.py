@@ -37,7 +37,6 @@ DEFAULTS = {
     "WANDB_FINISH_TIMEOUT_RAISES": "true",
     "WANDB_SILENT": "true",
     "WANDB_CONSOLE": "off",
-    "WANDB_REINIT": "return_previous",
 }
 """Variables of rank 0, also for the user's own calls of wandb there. Timeouts are in seconds."""
 
@@ -94,7 +93,7 @@ class WandbObserver(Observer):
 class RankRun(RankObserver):
     """Opens a Weights & Biases run in a thread of rank 0, beside the gang's start. wandb's own queue takes the records.
 
-    The user's `wandb.init()` returns this run, since `reinit` is `return_previous`.
+    The user's `wandb.init()` returns this run, as by wandb's default outside of notebooks.
     """
 
     def __init__(self, wandb: Wandb, variables: Mapping[str, str]) -> None:
