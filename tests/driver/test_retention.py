@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver.manifest import best_first, hint_of_metric, retained
+from flytekitplugins.daskpytorch.driver.manifest import hint_of_metric, retained
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,6 @@ def test_what_stays_of_each_new_one_is_what_stays_of_all() -> None:
             assert staying == retained(entries[:count], keep)
 
 
-def test_the_best_come_first() -> None:
-    entries = kept(0.3, None, 0.1, NAN, 0.2)
-    assert [entry.step for entry in best_first(entries, BY_LOSS)] == [2, 4, 0]
-    assert best_first(entries, Keep()) == []
-
-
 @pytest.mark.parametrize(
     ("keep", "metrics"),
     [(BY_LOSS, []), (BY_LOSS, [{}]), (BY_LOSS, [{"acc": 1.0}, {"loss": 1.0}]), (Keep(), [{"acc": 1.0}])],
@@ -91,10 +85,3 @@ def test_no_metric_is_missed_where_none_is_asked_for_or_one_has_it(
     keep: Keep, metrics: list[Mapping[str, float]]
 ) -> None:
     assert hint_of_metric([Kept(step, each) for step, each in enumerate(metrics)], keep) is None
-
-
-def test_a_metric_that_no_checkpoint_has_is_missed_beside_those_that_they_have() -> None:
-    hint = hint_of_metric([Kept(0), Kept(1, {"val_loss": 0.1}), Kept(2, {"acc": 1.0})], BY_LOSS)
-    assert hint is not None
-    assert "metric='loss'" in hint
-    assert hint.endswith("acc, val_loss")
