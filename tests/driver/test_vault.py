@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import xxhash
@@ -123,9 +124,6 @@ class Task:
             for path in self.stored(number).glob("step-*/*")
         )
 
-    def restored(self, number: int, previous: int) -> CheckpointEntry | None:
-        return self.attempt(number, previous).restore()
-
     def save(self, checkpoints: Vault, step: int, loss: float | None = None) -> CheckpointEntry:
         """A rank has saved one."""
         file, data = checkpoint(step)
@@ -142,9 +140,9 @@ class Task:
         assert checkpoints.flush(PATIENCE)
         return checkpoints
 
-    def ran(self, number: int, *steps: int, **how: int) -> list[CheckpointEntry]:
+    def ran(self, number: int, *steps: int) -> list[CheckpointEntry]:
         """An attempt that has kept checkpoints of these steps, and ended."""
-        checkpoints, files = self.attempt(number, **how), []
+        checkpoints, files = self.attempt(number), []
         for step in steps:
             files.append(self.save(checkpoints, step, LOSSES.get(step)))
             assert checkpoints.flush(PATIENCE)
@@ -268,8 +266,6 @@ def test_a_newest_that_is_not_whole_gives_way_to_the_one_before(
 
 
 def test_folder_that_was_never_written_is_a_fresh_start(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
-    assert task.restored(1, previous=0) is None
-    task.stored(0).mkdir(parents=True)
     checkpoints = task.attempt(1, previous=0)
     assert checkpoints.restore() is None
     assert checkpoints.newest() is None
@@ -306,7 +302,7 @@ def test_storage_that_cannot_be_read_is_asked_again_and_then_gone_without(
 ) -> None:
     task.ran(0, 1)
     store.num_failures = num_failures
-    restored = task.restored(1, previous=0)
+    restored = task.attempt(1, previous=0).restore()
     store.num_failures = 0
     last = capsys.readouterr().err.splitlines()[-1]
     if num_failures == 4:
@@ -374,17 +370,12 @@ def test_an_attempt_that_can_copy_nothing_passes_on_all_that_it_was_given(
 ) -> None:
     task.keep = BEST
     task.ran(0, *LOSSES)
-    failed: list[object] = []
-
-    def put(*how: object) -> None:
-        failed.append(how)
-        raise OSError("the storage takes nothing")
-
+    put = mock.Mock(side_effect=OSError("the storage takes nothing"))
     monkeypatch.setattr(store, "put", put)
     checkpoints = task.attempt(1, previous=0)
     checkpoints.restore()
     until((task.stored(1) / MANIFEST).exists, "the manifest")
-    until(lambda: failed, "a copy that fails")
+    until(lambda: put.called, "a copy that fails")
     checkpoints.worker.close()
     assert [path.name for path in task.stored(1).iterdir()] == [MANIFEST]
     checkpoints = task.attempt(2, previous=1)
