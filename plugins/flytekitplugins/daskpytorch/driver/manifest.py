@@ -97,11 +97,9 @@ def _entry(named: dict[str, Any], folder: str) -> CheckpointEntry:
 
 @dataclass
 class Previous:
-    listed: list[CheckpointEntry] = field(default_factory=list)
-    """All in the manifest, the newest first."""
+    listed: list[CheckpointEntry] | None = None
+    """All in the manifest, the newest first. None: not read, and nobody can tell which older checkpoints to keep."""
     damaged: list[CheckpointEntry] = field(default_factory=list)
-    is_known: bool = False
-    """The manifest was read. Otherwise the driver cannot tell which older checkpoints to keep."""
 
 
 def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: float) -> Previous:
@@ -117,17 +115,16 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
 
     waits = [retry_after * 2**number for number in range(4)]
     try:
-        named = with_retries(lambda: read(files, folder), waits, tell, final=(GangStartError,))
-        previous.listed, previous.is_known = named or [], named is not None
-        whole = [entry for entry in previous.listed if not entry.is_sharded]
+        previous.listed = with_retries(lambda: read(files, folder), waits, tell, final=(GangStartError,))
+        whole = [entry for entry in previous.listed or () if not entry.is_sharded]
         best = best_first(reversed(whole), keep)[: keep.best]
         for entry in whole:
             if newest is None or entry in best:
                 is_whole = with_retries(functools.partial(_fetch, files, entry, disk / entry.name), waits, tell)
-                if not is_whole:
+                if is_whole:
+                    newest = newest or entry
+                else:
                     previous.damaged.append(entry)
-                elif newest is None:
-                    newest = entry
     except GangStartError:
         raise
     except Exception as error:  # storage clients raise errors of any class

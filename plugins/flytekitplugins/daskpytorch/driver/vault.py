@@ -99,9 +99,9 @@ class Vault:
             return None
         files = self._paths.files
         read = manifest.restore(files, files.path(self._paths.previous), self.keep, self._disk, self.worker.retry_after)
-        self._is_known = read.is_known
+        self._is_known = read.listed is not None
         with self._lock:
-            for entry in reversed(read.listed):
+            for entry in reversed(read.listed or ()):
                 if entry not in read.damaged:
                     self._records[entry.name] = Record(entry, state_of(self.path_of(entry)))
             self._leftovers += [entry for entry in read.damaged if entry.folder == self.own]
