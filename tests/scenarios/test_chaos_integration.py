@@ -3,18 +3,21 @@
 One schedule and a few gangs in every run, so that neither benchmark can be broken for days.
 """
 
+import subprocess
+import sys
+
 import pytest
 
 from pages import REPOSITORY
-from processes import run_program
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 
 
 def run(script: str, *arguments: str) -> None:
     """A benchmark ends what it starts; its exit code says whether all was as it must be."""
-    done = run_program([BENCHMARKS / script, *arguments], cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.timeout(900)
