@@ -211,7 +211,7 @@ def test_who_goes_on_in_the_same_folder_copies_nothing_twice_and_leaves_nothing_
 
 
 def test_newer_checkpoint_takes_the_place_of_one_that_waits_and_nobody_waits_for_storage(
-    task: Task, store: Store
+    task: Task, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.gate.clear()
     checkpoints = task.attempt(0)
@@ -224,6 +224,7 @@ def test_newer_checkpoint_takes_the_place_of_one_that_waits_and_nobody_waits_for
     assert checkpoints.flush(PATIENCE)
     assert task.listed(0)[0] == 4
     assert not any(name.startswith(("step-2", "step-3")) for name in store.calls)
+    assert capsys.readouterr().err == ""  # though the policy removed step 1 meanwhile
 
 
 @pytest.mark.parametrize("what", ["step-5", MANIFEST])
