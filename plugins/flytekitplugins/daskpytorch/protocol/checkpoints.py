@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
@@ -74,16 +74,15 @@ class Written:
 class HashedStream:
     """A file to `torch.save`, or an item's part of one."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, write: Callable[[memoryview], object]) -> None:
+        self._write = write
         self.size = 0
         self.digest = xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
         for start in range(0, len(data), CHUNK):
-            # A copy: a storage's file may read it later, when torch may have reused `data`.
-            self._file.write(bytes(data[start : start + CHUNK]))
+            self._write(data[start : start + CHUNK])
         self.size += len(data)
         return len(data)
 

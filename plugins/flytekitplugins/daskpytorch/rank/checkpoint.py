@@ -137,7 +137,7 @@ def write_checkpoint(
     unfinished = folder / f"{UNWRITTEN}{attempt}-{step}"
     try:
         with unfinished.open("wb") as file:
-            stream: Any = HashedStream(file)
+            stream: Any = HashedStream(file.write)
             torch.save(state, stream)
         written = CheckpointEntry(
             attempt=attempt,

@@ -86,7 +86,8 @@ class ShardWriter(FileSystemWriter):
         results, start = [], 0
         with self._open(f"{self._folder}/{name}") as file:
             for item in plan.items:
-                stream: Any = HashedStream(file)
+                # A copy: a storage's file may read it later, when torch may have reused the memory.
+                stream: Any = HashedStream(lambda data: file.write(bytes(data)))
                 data = planner.resolve_data(item)
                 if isinstance(data, io.BytesIO):
                     stream.write(data.getbuffer())
