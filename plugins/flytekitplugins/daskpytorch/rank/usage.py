@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 INTERVAL = 2.0
 """Minimum seconds between two samples."""
 END_TIMEOUT = 10.0
-MAX_SAMPLES = 200
+MAX_SAMPLES = 100
 
 
 @dataclass(slots=True)
