@@ -36,7 +36,6 @@ def calls() -> list[Action]:
 def agents(cluster: Cluster, calls: list[Action]) -> Agents:
     return Agents(
         launcher=cluster,
-        num_ranks=4,
         order=AgentOrder(driver=("127.0.0.1", 4711), token=b"secret"),
         post=calls.append,
         clock=Clock(),
@@ -66,7 +65,7 @@ def test_only_what_is_missing_is_recruited_in_the_order_of_the_ranks(agents: Age
     assert recruit(agents) == []
     assert recruit(agents, 4) == [W3, W10]
     hello(agents, W10, W2)
-    assert [node.worker for node in agents.nodes()] == [W1, W2, W10]
+    assert [node.worker for node in agents.best_nodes()] == [W1, W2, W10]
 
 
 def test_worker_that_was_leaving_is_replaced_and_counts_again_when_it_comes_back(

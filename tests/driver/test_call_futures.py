@@ -80,21 +80,3 @@ def test_an_exit_in_a_callback_or_at_the_load_of_a_value_leaves_no_future_unsett
     assert first.result(timeout=WAIT) == ["value", "value"]
     assert isinstance(second.exception(timeout=WAIT), RuntimeError)
     assert third.result(timeout=WAIT) == ["value", "value"]
-
-
-def test_cancel_ends_the_call_although_a_debugger_would_get_the_ctrl_c(asked: Asked) -> None:
-    futures = asked.ask(1)
-    assert futures.cancel()
-    assert asked.ended == ["ended"]
-    asked.settle(1)
-    futures.result(timeout=WAIT)
-    assert not futures.cancel()
-
-
-def test_waiting_in_another_thread_than_the_settler_is_allowed(asked: Asked) -> None:
-    futures, seen = asked.ask(1), []
-    thread = threading.Thread(target=lambda: seen.append(futures.result(timeout=WAIT)))
-    thread.start()
-    asked.settle(1)
-    thread.join()
-    assert seen == [["value", "value"]]

@@ -8,7 +8,6 @@ from flytekitplugins.daskpytorch.protocol.placement import (
     Node,
     Place,
     choose_backend,
-    leave_out,
     one_per_gpu,
     place_ranks,
     worker_order,
@@ -189,13 +188,3 @@ def test_pods_of_one_host_name_share_no_gpu_whose_uuids_differ() -> None:
     assert choose_backend("auto", same, place_ranks(same, 1)) == "gloo"
     alike = [node(host, host=host, gpus=("0",), uuids=("0000:43:00.0",)) for host in ("one", "other")]  # AMD's
     assert choose_backend("auto", alike, place_ranks(alike, 1)) == "nccl"
-
-
-def test_failed_gpu_is_left_out_where_no_ranks_have_to_share_others_for_it() -> None:
-    on_one_host = [node(worker, host="x", gpus=("0", "1", "2", "3")) for worker in "ab"]
-    broken = [("x", "3")]
-    assert [each.gpus for each in leave_out(on_one_host, broken, 1)] == [("0", "1", "2"), ("0", "1", "2")]
-    assert leave_out(on_one_host, broken, 2) == on_one_host
-    assert leave_out(on_one_host, [("y", "3")], 1) == on_one_host
-    alone = [node("a", gpus=("0",), uuids=("GPU-a",)), node("b", gpus=("0", "1"), uuids=("GPU-b", "GPU-c"))]
-    assert [each.gpu_uuids for each in leave_out(alone, [("", "GPU-a"), ("", "GPU-b")], 1)] == [("GPU-a",), ("GPU-c",)]

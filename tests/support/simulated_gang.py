@@ -297,7 +297,6 @@ class World:
         self._names = itertools.count(num_workers + 1)
         self.register = Agents(
             launcher=self.cluster,
-            num_ranks=ranks_per_worker,
             order=AgentOrder(driver=("127.0.0.1", 1), token=b"t"),
             post=self.calls.append,
             num_least=settings.get("min_workers") or num_workers,
@@ -502,7 +501,7 @@ class World:
             case Question.HOLD:
                 return rank.step if self.heeds else 0, False
             case Question.STACKS:
-                return Located(1, self.stacks.get(rank.rank, "stack"), -1)
+                return Located(self.stacks.get(rank.rank, "stack"), -1)
             case _:
                 return self.recalled.get(rank.rank)
 

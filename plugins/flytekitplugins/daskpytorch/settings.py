@@ -227,8 +227,8 @@ class Gang:
       Its exception is the fault of the GPU.
     - `off`: No check.
 
-    A GPU with a fault counts as a lost worker: the gang starts again without the GPU, if `min_workers` or other GPUs
-    allow that. Ranks without a GPU, and debug mode, have no check.
+    A GPU with a fault counts as a lost worker: the gang starts again without the GPU's worker, if `min_workers` or
+    another worker allows that. Ranks without a GPU, and debug mode, have no check.
     """
     min_workers: int | None = None
     """Minimum number of workers, from 1 up, with which the gang starts, or restarts after losing workers. None: all."""

@@ -12,7 +12,7 @@ from flytekitplugins.daskpytorch.errors import GangError, GangStartError, Worker
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder
 from flytekitplugins.daskpytorch.protocol.messages import Close, Hello, ToAgent
-from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, leave_out, worker_order
+from flytekitplugins.daskpytorch.protocol.placement import Node, worker_order
 
 MAX_SILENCE = 15.0
 """Seconds without a message after which an agent counts as lost. Agents send messages every 1 to 3 s."""
@@ -44,7 +44,6 @@ class Peer:
 @dataclass
 class Agents:
     launcher: AgentLauncher
-    num_ranks: int
     order: AgentOrder
     post: Callable[[Action], object]
     num_least: int = 1
@@ -54,7 +53,8 @@ class Agents:
     lost: dict[str, Exception] = field(default_factory=dict)
     refused: dict[str, Exception] = field(default_factory=dict)
     """Workers whose agent failed, and that get no more agents."""
-    faulty_gpus: set[GpuKey] = field(default_factory=set)
+    faulty: set[str] = field(default_factory=set)
+    """Workers on which a GPU has failed."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _silent_workers: set[str] = field(default_factory=set)
@@ -87,23 +87,15 @@ class Agents:
     def _post_refusal(self, launch: int, worker: str, error: Exception) -> None:
         self.post(functools.partial(self.refuse, worker, error, launch))
 
-    def nodes(self) -> list[Node]:
-        fit = [peer.node for worker, peer in self.peers.items() if worker not in self.leaving]
-        return sorted(fit, key=lambda node: worker_order(node.worker))
-
     def best_nodes(self) -> list[Node]:
-        """Return the next attempt's nodes: those whose ranks need a failed GPU only if the others do not suffice."""
-        nodes, sound = self.nodes(), self.sound_workers()
-        by_soundness = sorted(nodes, key=lambda node: node.worker not in sound)
-        chosen = {node.worker for node in by_soundness[: min(self.num_wanted, max(self.num_least, len(sound)))]}
-        return leave_out([node for node in nodes if node.worker in chosen], sorted(self.faulty_gpus), self.num_ranks)
+        """Return the next attempt's nodes: those with a failed GPU only if the others do not suffice."""
+        sound = self.sound_workers()
+        here = sorted(self.peers.keys() - self.leaving, key=lambda worker: (worker not in sound, worker_order(worker)))
+        chosen = here[: min(self.num_wanted, max(self.num_least, len(sound)))]
+        return [self.peers[worker].node for worker in sorted(chosen, key=worker_order)]
 
     def sound_workers(self) -> set[str]:
-        workers = self.peers.keys() - self.leaving
-        return {worker for worker in workers if not self.faulty_gpus or self._is_sound(self.peers[worker].node)}
-
-    def _is_sound(self, node: Node) -> bool:
-        return len(node.without(self.faulty_gpus).gpus) >= min(self.num_ranks, len(node.gpus))
+        return self.peers.keys() - self.leaving - self.faulty
 
     @property
     def num_wanted(self) -> int:
@@ -111,7 +103,7 @@ class Agents:
 
     @property
     def num_sound(self) -> int:
-        return len(self.sound_workers()) if self.faulty_gpus else self.num_nodes
+        return len(self.sound_workers())
 
     @property
     def num_nodes(self) -> int:

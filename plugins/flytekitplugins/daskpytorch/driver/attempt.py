@@ -14,7 +14,7 @@ from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Exited, Question, Tell, ToAgent
-from flytekitplugins.daskpytorch.protocol.placement import GpuKey, Node, Place
+from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
 NONE = pickle.dumps(None)
 
@@ -109,9 +109,8 @@ class Attempt:
         return self.has_independent_failure and not self.root_failure().is_infrastructure
 
     @property
-    def faulty_gpus(self) -> set[GpuKey]:
-        placed = [self.places[exit_.rank] for exit_ in self._bad_exits.values() if exit_.gpu_fault]
-        return {node.key_of(place.gpu) for place, node in placed if place.gpu is not None}
+    def faulty(self) -> set[str]:
+        return {exit_.worker for exit_ in self._bad_exits.values() if exit_.gpu_fault}
 
     def tell(self, message: ToAgent) -> None:
         for peer in self.carriers:

@@ -95,7 +95,7 @@ class Brain:
         self._state.attempt = None
         self._deadline = (self._state.asked_at if is_first else now) + self._settings.start_timeout
         self._settled_at = now if is_first else now + SETTLE_TIME
-        if self._agents.faulty_gpus:
+        if self._agents.faulty:
             self._settled_at = now + GPU_SETTLE_TIME
         return self._gather
 
@@ -277,7 +277,7 @@ class Brain:
             self._observers.note(f"rank {root_failure.rank} raised\n{trace}")
         self._policy.failures.append(failure)
         self._state.num_after_memory += failure.kind == "memory"
-        self._agents.faulty_gpus |= attempt.faulty_gpus
+        self._agents.faulty |= attempt.faulty
         return f"{failure.what}; starting again (failure {len(self._policy.failures)})", failure.kind
 
     def _go_on_without(self, request: StopRequest) -> tuple[str, Kind]:

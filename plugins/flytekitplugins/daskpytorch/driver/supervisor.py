@@ -185,7 +185,6 @@ class Supervisor:
         self._listener = listener = Listener(launcher.host, token, self._calls, serve)
         agents = Agents(
             launcher=launcher,
-            num_ranks=request.ranks_per_worker,
             order=host.AgentOrder(driver=listener.address, token=token, num_gpus=request.num_gpus, folder=folder),
             post=self._calls.put,
             num_least=request.settings.min_workers or launcher.num_wanted,

@@ -89,7 +89,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Located:
-    num_collectives: int
     stacks: str
     num_moves: int
 

@@ -2,11 +2,9 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
-
-GpuKey = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class Node:
     def title(self) -> str:
         return title_of(self.worker, self.host)
 
-    def key_of(self, gpu: str) -> GpuKey:
+    def key_of(self, gpu: str) -> tuple[str, str]:
         uuid = self.uuid_of(gpu)
         return ("", uuid) if uuid and ":" not in uuid else (self.host, uuid or gpu)
 
@@ -39,16 +37,6 @@ class Node:
     def title_of(self, gpu: str) -> str:
         host, uuid = self.key_of(gpu)
         return f"GPU {gpu}" if host or uuid == gpu else f"GPU {gpu} (UUID {uuid})"
-
-    def without(self, faulty: Collection[GpuKey]) -> "Node":
-        sound = [index for index, gpu in enumerate(self.gpus) if self.key_of(gpu) not in faulty]
-
-        def of_sound(values: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(values[index] for index in sound if index < len(values))
-
-        return replace(
-            self, gpus=of_sound(self.gpus), gpu_names=of_sound(self.gpu_names), gpu_uuids=of_sound(self.gpu_uuids)
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,20 +130,6 @@ def place_ranks(
         )
         placed_on_host[node.host] += ranks_per_worker
     return places
-
-
-def leave_out(nodes: Sequence[Node], faulty: Collection[GpuKey], ranks_per_worker: int) -> list[Node]:
-    left = list(nodes)
-    for gpu in faulty:
-        fewer = [node.without([gpu]) for node in left]
-        all_have = all(after.gpus or not before.gpus for before, after in zip(left, fewer, strict=True))
-        if all_have and _most_shared(fewer, ranks_per_worker) <= _most_shared(left, ranks_per_worker):
-            left = fewer
-    return left
-
-
-def _most_shared(nodes: Sequence[Node], ranks_per_worker: int) -> int:
-    return max(_own_gpus(nodes, ranks_per_worker)[1].values(), default=0)
 
 
 def _own_gpus(nodes: Sequence[Node], ranks_per_worker: int) -> tuple[list[list[str]], Counter[tuple[str, str]]]:

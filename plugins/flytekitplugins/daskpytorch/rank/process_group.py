@@ -233,15 +233,6 @@ def _takes_listener_by_libuv() -> bool:
     return Version(torch.__version__) >= Version("2.8")
 
 
-def num_collectives() -> int:
-    from torch import distributed
-
-    try:
-        return torch_parts.num_collectives(distributed.group.WORLD)
-    except (AttributeError, RuntimeError, ValueError):
-        return 0
-
-
 def num_exchanges() -> int | None:
     try:
         groups = torch_parts.groups()

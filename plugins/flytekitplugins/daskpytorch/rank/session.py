@@ -123,11 +123,10 @@ class Session:
         value: object = None
         match asked.question:
             case Question.STACKS:
-                num_moves, num_collectives = self._link.progress.num_moves, process_group.num_collectives()
-                stacks = _stacks()
+                num_moves, stacks = self._link.progress.num_moves, _stacks()
                 if asked.about:
                     _show(stacks)
-                value = Located(num_collectives, stacks, num_moves)
+                value = Located(stacks, num_moves)
             case Question.COLLECTIVES:
                 value = process_group.recall(is_over=self._is_over)
             case Question.HOLD:

@@ -223,7 +223,7 @@ class HangWatch(Part):
         return {
             rank: RankState(
                 is_done=rank in attempt.results or rank in attempt.at_rest,
-                num_collectives=located[rank].num_collectives if rank in located else None,
+                has_answered=rank in located,
                 still_for=self._stillness.still_for(rank, now),
                 stacks=located[rank].stacks if rank in located else "it did not answer",
                 recalled=remembered.get(rank),
@@ -285,7 +285,7 @@ class Stillness:
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     is_done: bool
-    num_collectives: int | None
+    has_answered: bool
     still_for: float
     stacks: str
     """Tracebacks of the rank's threads, written by faulthandler, or a short message."""
@@ -351,23 +351,15 @@ def find_hung(states: Mapping[int, RankState], difference: Difference | None = N
 
     1. A rank without an answer: suspended, or C code holds its interpreter.
     2. The rank whose recorded collectives differ from the other ranks'.
-    3. The rank with the fewest entered collectives, for which others wait in the next one.
-    4. A rank that waits for no other rank.
-    5. The rank with the longest silence.
+    3. A rank that waits for no other rank.
+    4. The rank with the longest silence.
     """
-    silent = [rank for rank, state in states.items() if state.num_collectives is None and not state.is_done]
+    silent = [rank for rank, state in states.items() if not state.has_answered and not state.is_done]
     if silent:
         return silent[0], "it does not answer: suspended, or inside C code that holds the interpreter"
     if difference is not None:
         has_returned = states[difference.rank].is_done
         return difference.rank, f"{difference.what}{'; its function has returned' if has_returned else ''}"
-    entered = {rank: state.num_collectives for rank, state in states.items() if state.num_collectives is not None}
-    fewest = min(entered.values(), default=0)
-    behind = [rank for rank, count in entered.items() if count == fewest]
-    if len(behind) < len(entered):
-        rank = behind[0]
-        told = f"it has entered {fewest} collectives, other ranks {max(entered.values())}"
-        return rank, f"{told}; its function has returned" if states[rank].is_done else told
     running = [rank for rank in states if not states[rank].is_done]
     outside = [rank for rank in running if not _is_waiting(states[rank].stacks)]
     rank = max(outside or running or states, key=lambda rank: states[rank].still_for)
