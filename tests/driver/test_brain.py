@@ -561,16 +561,12 @@ FEW = {"num_wanted": 4, "num_least": 2, "expected": (), "refused": ()}
         ({"num_here": 1, "is_settled": True, "is_late": True}, "refuse"),
         ({"num_here": 1, "refused": [W1, W2, W3], "is_first": True}, "refuse"),
         ({"num_here": 1, "refused": [W1, W2, W3]}, "wait"),
-        ({"num_here": 4, "num_sound": 3}, "wait"),  # another worker may come
-        ({"num_here": 4, "num_sound": 3, "is_settled": True}, "start"),
-        ({"num_here": 4, "num_sound": 3, "is_settled": True, "expected": [W1]}, "wait"),
-        ({"num_here": 4, "num_sound": 3, "expected": [W1], "is_late": True}, "start"),
     ],
 )
 def test_an_attempt_starts_waits_or_is_refused(facts: dict[str, Any], expected: str) -> None:
     times = {name: facts.pop(name, False) for name in ("is_first", "is_settled", "is_late")}
     num_here = facts.pop("num_here")
-    agents: Any = SimpleNamespace(**{**FEW, "num_nodes": num_here, "num_sound": num_here, **facts})
+    agents: Any = SimpleNamespace(**{**FEW, "num_nodes": num_here, **facts})
     assert Agents.verdict(agents, **times) == expected
 
 

@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.protocol.messages import Close, Hello, ToAgent
 from flytekitplugins.daskpytorch.protocol.placement import Node, worker_order
 
 MAX_SILENCE = 15.0
-"""Seconds without a message after which an agent counts as lost. Agents send messages every 1 to 3 s."""
+"""Seconds without a message after which an agent counts as lost. Agents send messages every 1 to 5 s."""
 SILENCE_INTERVAL = 0.5
 """Seconds between two checks for silent agents: checks at every message would take most of a large gang's time."""
 RECRUIT_INTERVAL = 0.2
@@ -54,7 +54,7 @@ class Agents:
     refused: dict[str, Exception] = field(default_factory=dict)
     """Workers whose agent failed, and that get no more agents."""
     faulty: set[str] = field(default_factory=set)
-    """Workers on which a GPU has failed."""
+    """Workers on which a GPU has failed. They count as lost."""
     _by_connection: dict[Connection, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _silent_workers: set[str] = field(default_factory=set)
@@ -88,11 +88,9 @@ class Agents:
         self.post(functools.partial(self.refuse, worker, error, launch))
 
     def best_nodes(self) -> list[Node]:
-        """Return the next attempt's nodes: those with a failed GPU only if the others do not suffice."""
-        sound = self.sound_workers()
-        here = sorted(self.peers.keys() - self.leaving, key=lambda worker: (worker not in sound, worker_order(worker)))
-        chosen = here[: min(self.num_wanted, max(self.num_least, len(sound)))]
-        return [self.peers[worker].node for worker in sorted(chosen, key=worker_order)]
+        """Return the next attempt's nodes."""
+        chosen = sorted(self.sound_workers(), key=worker_order)[: self.num_wanted]
+        return [self.peers[worker].node for worker in chosen]
 
     def sound_workers(self) -> set[str]:
         return self.peers.keys() - self.leaving - self.faulty
@@ -102,12 +100,8 @@ class Agents:
         return self.launcher.num_wanted
 
     @property
-    def num_sound(self) -> int:
-        return len(self.sound_workers())
-
-    @property
     def num_nodes(self) -> int:
-        return len(self.peers) - len(self.leaving)
+        return len(self.sound_workers())
 
     def find(self, connection: Connection) -> Peer | None:
         return self._by_connection.get(connection)
@@ -174,7 +168,7 @@ class Agents:
         if (present := self._look()) is None:
             return
         self._give_up(self.expected - present)
-        num_missing = self.num_wanted - self.num_sound - len(self.expected)
+        num_missing = self.num_wanted - self.num_nodes - len(self.expected)
         newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._silent_workers
         if num_missing > 0 and newcomers:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])
@@ -201,11 +195,9 @@ class Agents:
 
     def verdict(self, *, is_first: bool, is_settled: bool, is_late: bool) -> Literal["start", "wait", "refuse"]:
         """`is_settled`: the pause after the last loss is over. `is_late`: the time for the start is over."""
-        has_sound_coming = bool(self.expected) or not is_settled
-        awaits_gpus = self.num_sound < self.num_wanted <= self.num_nodes and has_sound_coming
-        if self.num_nodes == self.num_wanted and not awaits_gpus:
+        if self.num_nodes == self.num_wanted:
             return "start"
-        is_calm = is_settled and not awaits_gpus and not (is_first and self.expected)
+        is_calm = is_settled and not (is_first and self.expected)
         if self.num_nodes >= self.num_least and (is_calm or is_late):
             return "start"
         is_hopeless = is_first and self.num_wanted - len(self.refused) < self.num_least

@@ -103,9 +103,11 @@ class Brain:
         if self._state.stop_request is not None:
             raise self._preempted(self._state.stop_request)
         is_first, now, agents = self._state.number == 0, self._now(), self._agents
-        if agents.num_sound < agents.num_wanted:
+        if agents.num_nodes < agents.num_wanted:
             self._recruit()
         is_settled, is_late = now >= self._settled_at, now >= self._deadline
+        if agents.num_nodes < agents.num_least and (is_late or (is_settled and not agents.expected)):
+            agents.faulty.clear()  # no other workers are there
         found = agents.verdict(is_first=is_first, is_settled=is_settled, is_late=is_late)
         if found == "start":
             return self._start()
