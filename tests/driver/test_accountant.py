@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from flytekitplugins.daskpytorch import Goodput, RankUsage
-from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
+from flytekitplugins.daskpytorch.driver.parts.goodput import prices
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -70,7 +70,7 @@ class Trained(World):
     def end(self) -> Goodput:
         """The account that is given when it is over, checked against the clock."""
         assert self.is_over
-        goodput = self.accountant.final(self.error if isinstance(self.error, Exception) else None)
+        goodput = self.accounting.final(self.error if isinstance(self.error, Exception) else None)
         check(goodput)
         assert math.isclose(goodput.total, self.clock() - self.asked_at)
         return goodput
@@ -226,7 +226,7 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
         usage = RankUsage(rank=rank, gpu_memory=None, gpu_utilization=None, **how)
         world.report(agent, rank, usage)
     assert [usage.rank for usage in world.watcher.usages] == [0, 1]
-    assert parts(world.accountant.final(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
+    assert parts(world.accounting.final(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
 
 
 # ---- Hours and their price
@@ -275,8 +275,8 @@ def test_the_next_attempt_of_the_task_counts_the_hours_of_those_before(
             world.wait(61.0)
         world.work()
         stored = json.loads((tmp_path / str(number) / "hours.json").read_text())
-        assert stored["core_hours"] == pytest.approx(world.accountant.goodput().core_hours, abs=1e-3 if ends else 0.04)
-        bills.append(world.accountant.goodput(is_lost=True).bill)
+        assert stored["core_hours"] == pytest.approx(world.accounting.goodput().core_hours, abs=1e-3 if ends else 0.04)
+        bills.append(world.accounting.goodput(is_lost=True).bill)
         assert not [text for text in world.watcher.notes if "earlier attempts" in text]
     assert [bill["core_hours"] for bill in bills] == [pytest.approx(hours, abs=0.12) for hours in (2, 4, 6)]
     assert [bill["cost"] for bill in bills] == [pytest.approx(bill["core_hours"] / 2) for bill in bills]
@@ -292,7 +292,7 @@ def test_unknown_hours_of_earlier_attempts_and_unpriced_gpus_are_said(
     world.accounting.restore()
     world.go(0.0)
     world.spend(stepping=3600.0)
-    assert list(world.accountant.goodput().bill) == ["gpu_hours", "trained_share"]
+    assert list(world.accounting.goodput().bill) == ["gpu_hours", "trained_share"]
     assert world.watcher.notes == [
         "train: the hours and the cost of earlier attempts are unknown and not counted",
         "train: DASKPYTORCH_PRICE has no price for H100, so the cost is unknown",
@@ -303,7 +303,7 @@ def test_unknown_hours_of_earlier_attempts_and_unpriced_gpus_are_said(
 def test_a_malformed_price_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DASKPYTORCH_PRICE", value)
     with pytest.raises(ValueError, match=r"^DASKPYTORCH_PRICE='.*': '.*' is no price per hour. .*H100=3.2,core=0.05$"):
-        Accountant(0.0)
+        prices()
 
 
 # ---- The record

@@ -15,9 +15,8 @@ from flytekitplugins.daskpytorch.display import run_state, terminal, tracker
 from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
-from flytekitplugins.daskpytorch.driver.parts.goodput import Accountant
+from flytekitplugins.daskpytorch.driver.parts.goodput import _Training
 from flytekitplugins.daskpytorch.protocol.journal import Logged, Shape, Training
-from flytekitplugins.daskpytorch.protocol.messages import Spent
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 from told import To
 
@@ -165,11 +164,10 @@ def test_records_that_wait_for_a_tracker(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_checkpoints_in_the_account_of_time() -> None:
-    accountant = Accountant(0.0, lambda: 0.0)
-    accountant.enter("training")
+    account = _Training()
 
     def save(step: int) -> None:
-        accountant.hear(Spent({"stepping": float(step)}, step))
-        accountant.keep(step)
+        account.at_saves[step] = {"stepping": float(step)}
+        account.keep(step)
 
-    assert_bounded(accountant, save)
+    assert_bounded(account, save)

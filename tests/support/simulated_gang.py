@@ -325,7 +325,6 @@ class World:
         )
         self.state, self.saving, self.evaluator = gang.state, gang.checkpoints, gang.evaluator
         self.debugger, self.accounting = gang.debugger, gang.accounting
-        self.accountant = gang.accounting.accountant
         self.brain = Brain(self.state, Code(archive=b"sources", digest="d"))
         self.decide()
 

@@ -169,7 +169,7 @@ class Supervisor:
         finally:
             running.discard(self)
             if self._brain is not None:
-                self._observers.tell(journal.Accounted(goodput=self._gang.accounting.accountant.final(error)))
+                self._observers.tell(journal.Accounted(goodput=self._gang.accounting.final(error)))
             self._observers.tell(journal.Ended.by(error))
 
     def _give_up(self, vault: Vault) -> None:

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -132,135 +131,117 @@ class _Training:
         return parts
 
 
-class Accountant:
-    def __init__(self, asked_at: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._now = clock
-        self._since = asked_at
-        self._phase: Literal["starting", "training", "waiting"] = "starting"
-        self._parts = dict.fromkeys(PARTS, 0.0)
-        self._training = _Training()
-        self._shown_at = asked_at
-        self.meter = Meter()
-
-    def enter(self, phase: Literal["starting", "training", "waiting"]) -> None:
-        self._go_on()
-        self._phase = phase
-
-    def hear(self, work: RankUsage | Spent) -> None:
-        if self._phase != "training":
-            return
-        self._go_on()
-        training = self._training
-        training.spent = work.seconds
-        if isinstance(work, Spent) and work.step is not None:
-            training.at_saves[work.step] = work.seconds
-        if isinstance(work, Spent) and work.is_last:
-            self.enter("waiting")
-
-    def keep(self, step: int) -> None:
-        self._training.keep(step)
-
-    def close(self, *, is_lost: bool) -> None:
-        self._go_on()
-        spent = self._training.parts(is_lost=is_lost)
-        for name, seconds in spent.items():
-            self._parts[name] += seconds
-        self.meter.train(spent.get("stepping", 0.0))
-        self._training = _Training()
-
-    def goodput(self, *, is_lost: bool = False) -> Goodput:
-        """`is_lost`: the account if the attempt failed now."""
-        self._go_on()
-        spent = self._training.parts(is_lost=is_lost)
-        parts = {name: seconds + spent.get(name, 0.0) for name, seconds in self._parts.items()}
-        return Goodput(total=math.fsum(parts.values()), **parts, **self.meter.amounts(spent.get("stepping", 0.0)))
-
-    def final(self, error: Exception | None) -> Goodput:
-        self.close(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
-        return self.goodput()
-
-    def is_due(self) -> bool:
-        now = self._now()
-        if now < self._shown_at + INTERVAL:
-            return False
-        self._shown_at = now
-        return True
-
-    def _go_on(self) -> None:
-        now = self._now()
-        self.meter.count(now - self._since)
-        if self._phase == "training":
-            self._training.span += now - self._since
-        else:
-            self._parts[self._phase] += now - self._since
-        self._since = now
-
-
 class Accounting(Part):
     takes = (RankUsage, Spent)
 
     def __init__(self, state: GangState, clock: Callable[[], float], vault: Vault) -> None:
         self._state = state
-        self.accountant = Accountant(state.asked_at, clock)
+        self._now = clock
+        self._since = self._shown_at = state.asked_at
+        self._phase: Literal["starting", "training", "waiting"] = "starting"
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._training = _Training()
+        self._meter = Meter()
         self._worker = vault.worker
         storage = state.request.storage
         self._storage = storage if storage is not None and not storage.is_claimed and not storage.resume else None
         """None unless the host retries the task."""
         self._store_at = 0.0
 
+    # ---- the account
+
+    def goodput(self, *, is_lost: bool = False) -> Goodput:
+        """`is_lost`: the account if the attempt failed now."""
+        self._go_on()
+        spent = self._training.parts(is_lost=is_lost)
+        parts = {name: seconds + spent.get(name, 0.0) for name, seconds in self._parts.items()}
+        return Goodput(total=math.fsum(parts.values()), **parts, **self._meter.amounts(spent.get("stepping", 0.0)))
+
+    def final(self, error: Exception | None) -> Goodput:
+        self._end_attempt(is_lost=error is not None and not isinstance(error, StoppedEarlyError))
+        return self.goodput()
+
+    def _end_attempt(self, *, is_lost: bool) -> None:
+        self._go_on()
+        spent = self._training.parts(is_lost=is_lost)
+        for name, seconds in spent.items():
+            self._parts[name] += seconds
+        self._meter.train(spent.get("stepping", 0.0))
+        self._training = _Training()
+
+    def _go_on(self) -> None:
+        now = self._now()
+        self._meter.count(now - self._since)
+        if self._phase == "training":
+            self._training.span += now - self._since
+        else:
+            self._parts[self._phase] += now - self._since
+        self._since = now
+
+    # ---- what the core tells
+
+    def begin(self, attempt: Attempt) -> None:
+        nodes = {node.worker: node for _, node in attempt.places.values()}
+        if names := ", ".join(self._meter.use(nodes.values())):
+            self._state.observers.note(f"{VARIABLE} has no price for {names}, so the cost is unknown")
+        self._has_told = False
+
+    def enter(self, stage: Stage) -> None:
+        self._go_on()
+        if stage == "starting" or (stage == "gathering" and self._state.number == 0):
+            self._phase = "starting"
+        else:
+            self._phase = "training" if stage == "training" else "waiting"
+
+    def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
+        if isinstance(report, RankUsage):
+            self._state.observers.tell(journal.Used(usage=report))
+        if rank != 0 or self._phase != "training" or not isinstance(report, (RankUsage, Spent)):
+            return
+        self._go_on()
+        self._training.spent = report.seconds
+        if isinstance(report, Spent) and report.step is not None:
+            self._training.at_saves[report.step] = report.seconds
+        if isinstance(report, Spent) and report.is_last:
+            self._phase = "waiting"
+
+    def note_kept(self, entry: CheckpointEntry) -> None:
+        if self._state.attempt is not None and self._state.attempt.number == entry.attempt:
+            self._training.keep(entry.step)
+
+    def orders(self, now: float) -> None:
+        attempt, is_due = self._state.training, self._now() >= self._shown_at + INTERVAL
+        if is_due:
+            self._shown_at = self._now()
+            self._state.observers.tell(journal.Accounted(goodput=self.goodput()))
+        if attempt is not None and attempt.has_observers and 0 in attempt.results and (is_due or not self._has_told):
+            self._has_told = True
+            attempt.tell(Tell(self.goodput()))
+        if attempt is not None and now >= self._store_at:
+            self._store_at = now + STORE_INTERVAL
+            self._store()
+
+    def settle(self, *, is_last: bool) -> None:
+        self._store()
+
+    def restart(self, number: int) -> None:
+        self._end_attempt(is_lost=True)
+
+    # ---- hours of the task's earlier attempts, and for its next
+
     def restore(self) -> None:
         if (storage := self._storage) is None:
             return
         for folder in (storage.own, storage.previous):
             with contextlib.suppress(Exception):  # storage clients raise errors of any class
-                self.accountant.meter.add(json.loads(storage.files.read(f"{folder}/{FILE}")))
+                self._meter.add(json.loads(storage.files.read(f"{folder}/{FILE}")))
                 return
         if storage.previous is not None:
             self._state.observers.note("the hours and the cost of earlier attempts are unknown and not counted")
 
     def _store(self) -> None:
-        """For the next attempt of the task."""
         if self._storage is not None:
-            left = self.accountant.goodput(is_lost=True)
+            left = self.goodput(is_lost=True)
             data = json.dumps({name: getattr(left, name) for name in BILL}).encode()
             write = functools.partial(self._storage.files.write, f"{self._storage.own}/{FILE}", data)
             self._worker.submit(write, lambda *_: True)
-
-    def settle(self, *, is_last: bool) -> None:
-        self._store()
-
-    def begin(self, attempt: Attempt) -> None:
-        nodes = {node.worker: node for _, node in attempt.places.values()}
-        if names := ", ".join(self.accountant.meter.use(nodes.values())):
-            self._state.observers.note(f"{VARIABLE} has no price for {names}, so the cost is unknown")
-        self._has_told = False
-
-    def enter(self, stage: Stage) -> None:
-        if stage == "starting" or (stage == "gathering" and self._state.number == 0):
-            self.accountant.enter("starting")
-        else:
-            self.accountant.enter("training" if stage == "training" else "waiting")
-
-    def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        if isinstance(report, RankUsage):
-            self._state.observers.tell(journal.Used(usage=report))
-        if rank == 0 and isinstance(report, (RankUsage, Spent)):
-            self.accountant.hear(report)
-
-    def note_kept(self, entry: CheckpointEntry) -> None:
-        if self._state.attempt is not None and self._state.attempt.number == entry.attempt:
-            self.accountant.keep(entry.step)
-
-    def orders(self, now: float) -> None:
-        attempt, is_due = self._state.training, self.accountant.is_due()
-        if is_due:
-            self._state.observers.tell(journal.Accounted(goodput=self.accountant.goodput()))
-        if attempt is not None and attempt.has_observers and 0 in attempt.results and (is_due or not self._has_told):
-            self._has_told = True
-            attempt.tell(Tell(self.accountant.goodput()))
-        if attempt is not None and now >= self._store_at:
-            self._store_at = now + STORE_INTERVAL
-            self._store()
-
-    def restart(self, number: int) -> None:
-        self.accountant.close(is_lost=True)
