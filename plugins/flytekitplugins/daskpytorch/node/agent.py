@@ -33,12 +33,10 @@ from flytekitplugins.daskpytorch.protocol.job import RankOrder, WorkerData
 from flytekitplugins.daskpytorch.protocol.placement import Place
 
 HEARTBEAT_INTERVAL = 1.0
-MAX_HEARTBEATS = 300
-"""Heartbeats per second that a driver gets from all agents together. A driver of 1,000 ranks took 4.0 % of a core, and
-5.3 % with 500 heartbeats (`scale.py`, on a busy machine, 2026-11-28).
-"""
-MAX_HEARTBEAT_INTERVAL = 3.0
-"""Seconds in a very large gang. The driver counts an agent as lost after five times as long."""
+MAX_HEARTBEATS = 200
+"""Heartbeats per second that a driver gets from all agents together (`scale.py` has their cost)."""
+MAX_HEARTBEAT_INTERVAL = 5.0
+"""Seconds in a very large gang. The driver counts an agent as lost after three times as long."""
 
 
 def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None = None) -> None:
