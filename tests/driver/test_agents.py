@@ -115,7 +115,7 @@ def test_worker_that_cannot_be_asked_for_want_of_a_scheduler_is_given_up(
     agents.launch([W1])
     [call] = calls
     call()
-    assert (agents.expected, agents.refused) == (set(), {})
+    assert (agents.expected, agents.refused) == ({}, {})
     assert f"{W1}: WorkerLostError: its agent could not be started: the client is closed." in str(
         agents.too_few_came("g", 1)
     )
@@ -139,7 +139,7 @@ def test_scheduler_that_does_not_answer_for_long_is_lost_and_gives_nobody_up_bef
     recruit(agents)  # once is nothing yet
     agents.clock.now += patience - 2 * RECRUIT_INTERVAL  # type: ignore[attr-defined]
     recruit(agents)
-    assert agents.expected == {W1, W2}
+    assert agents.expected.keys() == {W1, W2}
     with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost, no answer for {patience:.0f} s: no answ"):
         recruit(agents)
 

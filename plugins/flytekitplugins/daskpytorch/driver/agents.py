@@ -49,7 +49,8 @@ class Agents:
     num_least: int = 1
     peers: dict[str, Peer] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
-    expected: set[str] = field(default_factory=set)
+    expected: dict[str, int] = field(default_factory=dict)
+    """Workers whose agent has yet to come, with the number of the launch."""
     lost: dict[str, Exception] = field(default_factory=dict)
     refused: dict[str, Exception] = field(default_factory=dict)
     """Workers whose agent failed, and that get no more agents."""
@@ -60,7 +61,6 @@ class Agents:
     _silent_workers: set[str] = field(default_factory=set)
     """`recruit` skips these workers, although the scheduler may list them, until their agent reconnects."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _launches: dict[str, int] = field(default_factory=dict)
     _looked_at: float = field(init=False)
     _recruit_at: float = field(init=False)
     _unanswered_since: float | None = None
@@ -70,13 +70,11 @@ class Agents:
         self._recruit_at = self._looked_at + RECRUIT_INTERVAL
 
     def launch(self, workers: Iterable[str]) -> None:
-        workers = list(workers)
-        self.expected |= set(workers)
-        self._launch(workers)
+        workers, launch = list(workers), next(self._numbers)
+        self.expected |= dict.fromkeys(workers, launch)
+        self._launch(workers, launch)
 
-    def _launch(self, workers: Sequence[str]) -> None:
-        launch = next(self._numbers)
-        self._launches |= dict.fromkeys(workers, launch)
+    def _launch(self, workers: Sequence[str], launch: int) -> None:
         on_failure = functools.partial(self._post_refusal, launch)
         try:
             self.launcher.launch([replace(self.order, worker=worker) for worker in workers], on_failure)
@@ -112,7 +110,7 @@ class Agents:
         if displaced is not None:
             self.forget(displaced.connection)
             displaced.connection.hang_up()
-        self.expected.discard(worker)
+        self.expected.pop(worker, None)
         self._silent_workers.discard(worker)
         self.lost.pop(worker, None)
         connection.heard_at = self.clock()
@@ -125,12 +123,12 @@ class Agents:
 
         Only a `WorkerLostError` permits another.
         """
-        if worker not in self.expected or launch != self._launches[worker]:
+        if self.expected.get(worker) != launch:
             return
         if isinstance(error, WorkerLostError):  # the worker may come back
             self._give_up([worker], error)
             return
-        self.expected.discard(worker)
+        del self.expected[worker]
         self.refused[worker] = error
 
     def forget(self, connection: Connection) -> Peer | None:
@@ -157,7 +155,7 @@ class Agents:
         """Hang up, and launch another agent on the worker, in case it resumes."""
         peer.connection.hang_up()
         self._silent_workers.add(peer.node.worker)
-        self._launch([peer.node.worker])
+        self._launch([peer.node.worker], next(self._numbers))
 
     def can_grow(self, carriers: Collection[str]) -> bool:
         """Return True if a restart would add workers to these `carriers`."""
@@ -167,15 +165,16 @@ class Agents:
         """Launch agents on new workers while the gang lacks some. Raises `ConnectionError` if the scheduler is lost."""
         if (present := self._look()) is None:
             return
-        self._give_up(self.expected - present)
+        self._give_up(self.expected.keys() - present)
         num_missing = self.num_wanted - self.num_nodes - len(self.expected)
-        newcomers = present - self.peers.keys() - self.expected - self.refused.keys() - self._silent_workers
+        newcomers = present - self.peers.keys() - self.expected.keys() - self.refused.keys() - self._silent_workers
         if num_missing > 0 and newcomers:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])
 
     def _give_up(self, workers: Iterable[str], error: Exception | None = None) -> None:
-        self.expected -= set(workers)
-        self.lost |= dict.fromkeys(workers, error or ConnectionError("the worker was lost before the gang was formed"))
+        for worker in workers:
+            del self.expected[worker]
+            self.lost[worker] = error or ConnectionError("the worker was lost before the gang was formed")
 
     def _look(self) -> set[str] | None:
         now = self.clock()
