@@ -4,7 +4,7 @@
     python benchmarks/calls.py                            # 25 rounds of 50 calls, then 1,000 calls; two minutes
     python benchmarks/calls.py --quick --only gang
 
-gang       `gang.call(...).result()` of `dispatch.gang(nproc=2)`
+gang       `gang.call(...).result()` of `dispatch.gang(gang=Gang(ranks_per_worker=2))`
 Monarch    an endpoint's `call(...).get()` of actors in two processes of `this_host()`, in a process group (gloo)
 
 A call's time is the median of a round. The gang's function is a module's, and travels by name, as an endpoint does.
@@ -44,12 +44,12 @@ def timed(call, count):
 """
 
 GANG = f"""{TOTAL}
-from flytekitplugins.daskpytorch import dispatch
+from flytekitplugins.daskpytorch import Gang, dispatch
 
 if __name__ == "__main__":
     from program import total  # a function of a module travels by name
 
-    with dispatch.gang(nproc=2) as gang:
+    with dispatch.gang(gang=Gang(ranks_per_worker=2)) as gang:
         serve(lambda count: timed(lambda: gang.call(total).result(), count))
 """
 

@@ -8,7 +8,6 @@ import pytest
 import specs
 from backend import failures, render
 from flytekitplugins.daskpytorch.flyte.task import CLUSTER_SETTINGS, GANG_SETTINGS
-from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
 from processes import SCRIPTS
 
 Made = dict[str, Any]
@@ -20,7 +19,6 @@ ON_A_CLUSTER = {
     for profile in specs.PROFILES
     for task in ("pet_names_sweep.sweep", "pet_names_scaling.scale", "stores.forecast")
 } | {"examples examples.more.own_environment"}
-SPOT = {"example.com/spot": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -115,52 +113,6 @@ def test_our_settings_of_dask_reach_all_the_pods(made: dict[str, Made]) -> None:
             assert settings.keys() <= found.keys(), name
 
 
-def test_what_a_task_says_of_dask_wins() -> None:
-    for container in containers(example("more.own_environment")).values():
-        found = environment(container)
-        assert found["DASK_DISTRIBUTED__WORKER__DAEMON"] == "True"
-        assert found["OMP_NUM_THREADS"] == "1"
-
-
-def test_workers_have_what_their_group_asks_for_and_the_tasks_pod_what_the_task_does() -> None:
-    found = containers(example("readme.train"))
-    assert found["dask-worker"]["resources"]["limits"] == {"cpu": "16", "memory": "64Gi", GPU: "4"}
-    assert found["job-runner"]["resources"]["limits"] == {"cpu": "2", "memory": "8Gi"}
-    assert example("readme.train")["spec"]["cluster"]["spec"]["worker"]["replicas"] == 4
-
-
-# ---- Where they run
-
-
-def test_all_pods_have_the_executions_service_account(made: dict[str, Made]) -> None:
-    for job in jobs(made).values():
-        assert {pod["serviceAccountName"] for pod in pods(job).values()} == {"training"}
-
-
-def test_interruptible_moves_the_workers_alone_to_spot_machines() -> None:
-    found = pods(example("readme.train"))
-    assert {role: pod.get("nodeSelector") == SPOT for role, pod in found.items()} == {
-        "job-runner": False,
-        "scheduler": False,
-        "dask-worker": True,
-    }
-    assert [role for role, pod in found.items() if "example.com/spot" in tolerated(pod)] == ["dask-worker"]
-
-
-def test_labels_and_annotations_of_a_pod_template_are_those_of_the_job_and_of_its_cluster() -> None:
-    job = example("readme.train_as_one")
-    for metadata in (job["metadata"], job["spec"]["cluster"]["metadata"]):
-        assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "training"
-        assert metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "6"
-    assert job["spec"]["cluster"]["spec"]["worker"]["replicas"] + 2 == 6
-
-
-def test_autoscalers_leave_the_nodes_of_all_pods_alone_unless_the_task_says_otherwise(made: dict[str, Made]) -> None:
-    for name, each in made.items():
-        own = {"karpenter.sh/do-not-disrupt": "false"} if name == "examples examples.more.own_environment" else {}
-        assert (UNDISTURBED | own).items() <= each["metadata"]["annotations"].items(), name
-
-
 # ---- What the console links to
 
 
@@ -178,10 +130,6 @@ def test_a_task_that_tracks_without_a_link_knows_its_executions_page() -> None:
 
 
 # ---- GPUs
-
-
-def test_a_pod_template_has_all_pods_tolerate_the_gpus_taint() -> None:
-    assert {role for role, pod in pods(example("readme.train")).items() if GPU in tolerated(pod)} == set(ROLES)
 
 
 def test_flyte_gives_gpus_of_the_workers_group_alone_neither_tolerations_nor_the_accelerators_nodes() -> None:
@@ -206,13 +154,6 @@ def test_a_task_on_one_node_has_its_gpus_their_nodes_and_shared_memory() -> None
     assert pod["containers"][0]["volumeMounts"] == [{"mountPath": "/dev/shm", "name": "flyte-shared-memory"}]
 
 
-def test_shared_memory_is_mounted_in_all_pods() -> None:
-    for pod in pods(example("more.gpus_of_workers")).values():
-        [mount] = pod["containers"][0]["volumeMounts"]
-        assert mount["mountPath"] == "/dev/shm"
-        assert {"name": mount["name"], "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in pod["volumes"]
-
-
 @pytest.mark.parametrize("task", ["dogs.train", "pet_names.train", "retrain.train"])
 def test_the_profile_with_gpus_gives_each_worker_one(task: str) -> None:
     limits = {
@@ -220,22 +161,6 @@ def test_the_profile_with_gpus_gives_each_worker_one(task: str) -> None:
         for profile in specs.PROFILES
     }
     assert limits == {"sandbox": None, "gpu": "1"}
-
-
-def test_a_pod_template_has_all_pods_mount_the_volume_on_the_nodes_that_it_selects() -> None:
-    for pod in pods(example("readme.train_on_our_nodes")).values():
-        assert pod["nodeSelector"] == {"example.com/pool": "training"}
-        assert GPU in tolerated(pod)
-        assert {"name": "data", "persistentVolumeClaim": {"claimName": "training-data"}} in pod["volumes"]
-        [container] = pod["containers"]
-        assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
-
-
-def test_a_secret_is_asked_for_in_the_pods_of_the_job_and_of_its_cluster() -> None:
-    job = example("readme.train_on_our_nodes")
-    for metadata in (job["metadata"], job["spec"]["cluster"]["metadata"]):
-        assert metadata["labels"]["inject-flyte-secrets"] == "true"
-        assert any(name.startswith("flyte.secrets/") for name in metadata["annotations"])
 
 
 # ---- What becomes of attempts: the README's task has retries=3, and is interruptible
@@ -271,16 +196,3 @@ def test_what_the_infrastructure_did_is_tried_again_from_flytes_budget_and_the_l
 def test_what_counts_as_the_tasks_own_is_tried_again_from_its_retries_and_stays_on_spot_machines(what: str) -> None:
     assert [each["workers on spot machines"] for each in attempts(what)] == [True, True, True, True]
     assert render.golden("attempts")[what]["message"].startswith("[4/4] currentAttempt done. Last Error: USER::")
-
-
-@pytest.mark.parametrize("what", sorted(render.golden("attempts")))
-def test_each_attempt_is_given_the_checkpoints_of_the_one_before(what: str) -> None:
-    found = attempts(what)
-    assert [each["previous checkpoint"] for each in found] == ['""', *(each["checkpoint"] for each in found[:-1])]
-    assert len({each["checkpoint"] for each in found}) == len(found)
-
-
-def test_the_console_shows_that_a_task_waits_runs_and_ends() -> None:
-    [only] = attempts("it ends with outputs")
-    assert only["phases"] == ["QUEUED", "INITIALIZING", "RUNNING", "SUCCEEDED"]
-    assert render.golden("attempts")["it ends with outputs"]["end"] == "Succeeded"

@@ -20,7 +20,6 @@ from flytekitplugins.daskpytorch import (
     Gang,
     Keep,
     Profile,
-    Scheduler,
     SpawnDDP,
     Wandb,
     WorkerGroup,
@@ -117,19 +116,10 @@ def test_one_error_names_all_that_is_wrong(kind: Any, values: dict[str, Any], na
     assert re.findall(rf"{kind.__name__}\(([\w.]+)=", str(caught.value)) == named
 
 
-@pytest.mark.parametrize(
-    ("pods", "said"),
-    [
-        *((WorkerGroup(number_of_workers=number), rf"workers\.number_of_workers={number!r}") for number in NOT_A_COUNT),
-        (WorkerGroup(number_of_workers=2, image=5), r"workers\.image=5"),  # type: ignore[arg-type]
-        (WorkerGroup(number_of_workers=2, limits="2 GPUs"), r"workers\.limits='2 GPUs'"),  # type: ignore[arg-type]
-        (WorkerGroup(number_of_workers=2, limits=Resources(gpu="two")), r"workers\.limits\.gpu='two'"),
-        (Scheduler(image=[]), r"scheduler\.image=\[\]"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_the_pods_are_given_is_looked_at(pods: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        DaskDDP(**{"workers" if isinstance(pods, WorkerGroup) else "scheduler": pods})
+@pytest.mark.parametrize("number", NOT_A_COUNT)
+def test_a_wrong_number_of_workers_is_named(number: Any) -> None:
+    with pytest.raises(ValueError, match=rf"workers\.number_of_workers={number!r}"):
+        DaskDDP(workers=WorkerGroup(number_of_workers=number))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Rank 0's return value becomes the task's outputs."""
 
-import dataclasses
 import pickle
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +9,12 @@ from typing import NoReturn
 
 import pytest
 from flyteidl.core import literals_pb2
-from flytekit import current_context
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.configuration import DataConfig, S3Config
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.interface import Interface, transform_function_to_interface
 from flytekit.core.type_engine import TypeEngine, TypeTransformer
-from flytekit.interfaces.stats import client as stats_client
 from flytekit.models.literals import LiteralMap
 from flytekit.models.types import LiteralType, SimpleType
 from fsspec.implementations.local import LocalFileSystem
@@ -96,32 +92,6 @@ def test_a_conversions_error_keeps_its_cause(mode: ExecutionState.Mode, monkeypa
     assert isinstance(raised.value.__cause__, FileNotFoundError)
 
 
-@pytest.mark.parametrize("host", [None, "10.0.0.7"])
-def test_a_rank_needs_no_name_of_its_own_machine_and_keeps_the_users_statsd(
-    host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`localhost` resolves nowhere here; flytekit's own local tasks do not ask for it."""
-    rank = FlyteRank.of_current_task("flows.train", transform_function_to_interface(nothing), LiteralMap({}), "")
-    rank = dataclasses.replace(rank, raw_output_prefix=str(tmp_path))
-    monkeypatch.setattr("flytekitplugins.daskpytorch.protocol.host._known", [])  # this is no rank
-    resolve, asked = socket.getaddrinfo, []
-
-    def without_localhost(name: str, *args: object, **kwargs: object) -> object:
-        asked.append(name)
-        if name == "localhost":
-            raise socket.gaierror(-2, "Name or service not known")
-        return resolve(name, *args, **kwargs)
-
-    monkeypatch.setattr(socket, "getaddrinfo", without_localhost)
-    monkeypatch.setattr(stats_client, "_stats_client", None)
-    monkeypatch.setenv("FLYTE_SECRETS_HOST", host or "")  # removed again at the end, whoever sets it
-    if host is None:
-        monkeypatch.delenv("FLYTE_SECRETS_HOST")
-    with rank.entered():
-        current_context().stats.incr("steps")
-    assert asked == [host or "127.0.0.1"]
-
-
 def test_no_import_is_left_for_two_threads_to_race_for() -> None:
     """As in a rank, which imports torch first."""
     script = """
@@ -179,10 +149,10 @@ def test_a_running_task_answers_before_a_ranks_execution_and_that_before_the_new
     host.provide(lambda: older)
     host.provide(lambda: newer)
     assert current_execution() is newer
-    host.know(lambda: of_rank)
-    assert current_execution() is of_rank
-    older.task = object()
-    assert current_execution() is older
+    with host.known_to_threads(of_rank):
+        assert current_execution() is of_rank
+        older.task = object()
+        assert current_execution() is older
 
 
 def test_the_host_is_there_as_soon_as_flytekit_is_and_not_before() -> None:

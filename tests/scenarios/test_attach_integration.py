@@ -184,7 +184,7 @@ def test_gang_that_stays_goes_on_after_a_held_call() -> None:
             raise ValueError("bad value")
         return current_rank().rank
 
-    with dispatch.gang(nproc=2, gang=Gang(on_error="hold", attach_timeout=4.0, hang_timeout=2.0)) as gang:
+    with dispatch.gang(gang=Gang(ranks_per_worker=2, on_error="hold", attach_timeout=4.0, hang_timeout=2.0)) as gang:
         with pytest.raises(TypeError, match="cannot be called with the arguments given"):  # holds no rank
             gang.call(call)
         with pytest.raises(ValueError, match="bad value"):
@@ -202,7 +202,7 @@ def test_cancel_ends_the_gang_of_a_call_in_which_a_rank_waits_for_a_terminal(cap
         said.append(capfd.readouterr().err)
         return ": daskpytorch attach 0" in "".join(said)
 
-    with dispatch.gang(nproc=1, gang=Gang(on_error="hold", attach_timeout=600.0)) as gang:
+    with dispatch.gang(gang=Gang(ranks_per_worker=1, on_error="hold", attach_timeout=600.0)) as gang:
         futures = gang.call(raise_alone)
         until(is_waiting, lambda: "".join(said))
         assert futures.cancel()

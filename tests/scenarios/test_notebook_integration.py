@@ -99,9 +99,9 @@ def errors_of(outputs: list[nbformat.NotebookNode]) -> list[str]:
 
 
 GANG_CELL = """
-from flytekitplugins.daskpytorch import current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 
-gang = dispatch.gang(nproc=2)
+gang = dispatch.gang(gang=Gang(ranks_per_worker=2))
 
 def load():
     return [current_rank().rank]

@@ -111,16 +111,16 @@ def test_with_fewer_workers_than_wanted_a_call_has_a_future_for_each_rank_that_i
 
 
 def test_a_rank_left_in_a_collective_ends_the_gang_and_a_new_one_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    settings = Gang(checkpoint_uri=str(tmp_path / "kept"), key="k", hang_timeout=2.5)
+    settings = Gang(ranks_per_worker=2, checkpoint_uri=str(tmp_path / "kept"), key="k", hang_timeout=2.5)
     with nothing_left_behind():
-        with dispatch.gang(nproc=2, gang=settings) as gang:
+        with dispatch.gang(gang=settings) as gang:
             gang.call(save, 7).result()
             with pytest.raises(ZeroDivisionError) as caught:
                 gang.call(fails_on, 1, "barrier").result()
             assert "waiting for other ranks" in str(caught.value.__cause__)
             with pytest.raises(GangError, match="It goes on from the newest checkpoint"):
                 gang.keep(load, 1)
-        with dispatch.gang(nproc=2, gang=settings) as gang:
+        with dispatch.gang(gang=settings) as gang:
             assert gang.call(loaded).result() == [7, 7]
 
 
@@ -155,7 +155,7 @@ def error_of_wait(futures: Sequence[Future[Any]]) -> Exception | None:
 
 
 def test_many_calls_leave_no_descriptors_and_threads_and_an_idle_gang_takes_no_time(tmp_path: Path) -> None:
-    with nothing_left_behind(), dispatch.gang(nproc=2) as gang:
+    with nothing_left_behind(), dispatch.gang(gang=Gang(ranks_per_worker=2)) as gang:
         values = gang.keep(load, 10)
         for _ in range(20):
             gang.call(total, values).result()
@@ -213,7 +213,7 @@ def wait_for(path: str) -> str:
 def test_a_waiting_call_is_dropped_a_running_one_ends_the_gang_and_closing_cancels_the_rest(tmp_path: Path) -> None:
     path = str(tmp_path / "end")
     with nothing_left_behind():
-        with dispatch.gang(nproc=2) as gang:
+        with dispatch.gang(gang=Gang(ranks_per_worker=2)) as gang:
             running, waiting, later = gang.call(wait_for, path), gang.call(wait_for, path), gang.call(wait_for, path)
             until(lambda: all(Path(path + rank).exists() for rank in "01"), "the call")
             assert waiting.cancel()
@@ -228,7 +228,7 @@ def test_a_waiting_call_is_dropped_a_running_one_ends_the_gang_and_closing_cance
             with pytest.raises(GangError, match=r"this gang has ended.*gang was cancelled\. Begin a new gang"):
                 gang.call(wait_for, path)
         Path(path).unlink(missing_ok=True)
-        with dispatch.gang(nproc=2) as gang:
+        with dispatch.gang(gang=Gang(ranks_per_worker=2)) as gang:
             last = gang.call(wait_for, path)
             gang.close()
             with pytest.raises(CancelledError):
@@ -238,7 +238,7 @@ def test_a_waiting_call_is_dropped_a_running_one_ends_the_gang_and_closing_cance
 PROGRAM = """
 from pathlib import Path
 import torch, torch.distributed as dist
-from flytekitplugins.daskpytorch import GangError, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangError, current_rank, dispatch
 
 def busy():
     while True:
@@ -246,7 +246,7 @@ def busy():
         Path(f"busy-{current_rank().rank}").touch()
 
 if __name__ == "__main__":
-    with dispatch.gang(nproc=2) as gang:
+    with dispatch.gang(gang=Gang(ranks_per_worker=2)) as gang:
         try:
             gang.call(busy).result()
         except KeyboardInterrupt:

@@ -106,7 +106,7 @@ def total_of(array: np.ndarray[Any, Any]) -> int:
 
 
 def test_each_call_of_a_gang_that_stays_has_its_own_arguments(sent: list[int]) -> None:
-    with dispatch.gang(nproc=2) as gang:
+    with dispatch.gang(gang=Gang(ranks_per_worker=2)) as gang:
         for value in (1, 2):
             array = np.full(value * LARGE, value, dtype=np.uint8)
             assert gang.call(total_of, array).result() == [value * value * LARGE] * 2

@@ -122,9 +122,7 @@ def run(
         return Run(function, args, kwargs, settings).start(request, launcher, num_ranks)
 
 
-def gang(
-    client: Client | None = None, *, nproc: int | Literal["auto"] | None = None, gang: Gang | None = None
-) -> StayingGang:
+def gang(client: Client | None = None, *, gang: Gang | None = None) -> StayingGang:
     """Start a gang whose ranks stay, for call after call with loaded models, data, process group and GPUs.
 
     An idle gang takes no processor time. Leave the `with` block, or call `close`, to end the ranks.
@@ -133,9 +131,8 @@ def gang(
     later call then says why. With `gang.checkpoint_uri`, a new gang goes on from the newest checkpoint.
 
     Args:
-        client: Client of a Dask cluster whose workers have this package. None: the ranks run on this node without Dask.
-        nproc: Number of ranks on this node, without a client. `auto`: one per GPU, or one without GPUs. None:
-            `gang.ranks_per_worker`.
+        client: Client of a Dask cluster whose workers have this package. None: the ranks run on this node without Dask,
+            `gang.ranks_per_worker` of them.
         gang: Settings of the gang, except `max_restarts`, which has no effect. None: the defaults.
 
     Returns:
@@ -164,13 +161,8 @@ def gang(
     rules = RULES_OF_GANG if client is not None else RULES_WITHOUT_CLIENT | RULES_OF_GANG
     problems = Problems("dispatch.gang", SimpleNamespace(**locals()), rules)
     settings = replace(gang or Gang(), max_restarts=0) if isinstance(gang, Gang | None) else Gang()
-    problems.unless(client is None or nproc is None, "nproc", "None with a client: see Gang(ranks_per_worker=...)")
-    has_number = settings.ranks_per_worker != "auto"
-    problems.unless(nproc is None or not has_number, "nproc", "None with Gang(ranks_per_worker=...)")
     problems.unless(not is_debugging(settings), "gang", "without debug mode, in which dispatch.run calls functions")
     problems.raise_any()
-    if nproc is not None:
-        settings = replace(settings, ranks_per_worker=num_ranks_here(nproc, settings.backend))
     with _launched(client, settings) as (launcher, settings):
         request = request_for_calls(settings)
         num_ranks = launcher.num_wanted * request.ranks_per_worker
@@ -355,7 +347,6 @@ RULES_OF_GANG = {
     "client": checks.optional(CLIENT),
     "gang": RULES["gang"],
     "gang.evaluate": checks.left_out("; a call of the gang can evaluate, too"),
-    "nproc": checks.optional(checks.auto_or(checks.COUNT)),
 }
 RULES_OF_MAP = RULES | {
     "gang.workers": checks.left_out("; dispatch.map(workers=...) is the number"),

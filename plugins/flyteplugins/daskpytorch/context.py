@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,8 +56,8 @@ class Flyte2Execution(host.Execution):
             previous = own
         return host.StoragePaths(files=files, previous=previous, own=str(own))
 
-    def filesystem(self, uri: str) -> Any:
-        return opened(uri, storage())
+    def opener(self) -> Callable[[str], Any]:
+        return partial(opened, storage=storage())
 
     def new_folder(self) -> str | None:
         return str(self._ctx.raw_data_path.get_random_remote_path()) if self.task is not None else None
@@ -66,9 +66,6 @@ class Flyte2Execution(host.Execution):
         files = Files(self.filesystem(uri))
         for path in filter(Path.is_file, sorted(folder.rglob("*"))):
             files.put(path, f"{uri}/{path.relative_to(folder).as_posix()}")
-
-    def in_ranks(self) -> host.Execution | None:
-        return host.StorageInRanks(partial(opened, storage=storage())) if self.task is not None else None
 
     def secret(self, name: Any) -> str:
         """Return a secret from its environment variable or else its mounted file. Raises `ValueError` without both."""
@@ -195,9 +192,8 @@ class Flyte2Rank:
         action, root = self.ctx.action, Path(self.ctx.run_base_dir)
         how = {"org": action.org, "project": action.project, "domain": action.domain, "root_dir": root}
         asyncio.run(flyte.init.aio(**how, storage=self.storage, sync_local_sys_paths=False))
-        with internal_ctx().replace_task_context(self.ctx):
-            execution = current()
-            host.know(lambda: execution)  # even if the user's code imports another SDK
+        # Known even if the user's code imports another SDK.
+        with internal_ctx().replace_task_context(self.ctx), host.known_to_threads(current()):
             yield
 
     def arguments(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import flyte
 import flyte.report
-from flyte import Resources
 from flyte._internal.runtime.io import report_path
 from flyte._utils.asyncify import run_sync_in_thread
 from flyte.errors import GPUFaultSystemError, NonRecoverableError, RuntimeSystemError
@@ -30,8 +29,6 @@ from flyte.extend import AsyncFunctionTaskTemplate, TaskPluginRegistry
 from flyteplugins.dask import Scheduler, WorkerGroup
 from flyteplugins.dask.task import DaskTask
 
-from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.checks import Rule
 from flytekitplugins.daskpytorch.display import deck
 from flytekitplugins.daskpytorch.errors import GangError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
@@ -280,10 +277,6 @@ class _Clustered(config.OnDask):
     """Image and resources of the Dask scheduler's pod."""
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
     """Number, image and resources of the Dask workers' pods. Default: two workers."""
-
-    def _rules_of_pods(self) -> dict[str, Rule]:
-        resources = checks.optional(checks.must_be("a flyte.Resources", lambda value: isinstance(value, Resources)))
-        return super()._rules_of_pods() | {"workers.resources": resources, "scheduler.resources": resources}
 
     @property
     def num_gpus(self) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,7 @@ from typing import Any, Self
 
 from flyteidl.core import literals_pb2
 from flytekit.bin.entrypoint import setup_execution
-from flytekit.configuration import DataConfig, StatsConfig
-from flytekit.configuration.internal import StatsD
+from flytekit.configuration import DataConfig
 from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.data_persistence import get_fsspec_storage_options
@@ -62,8 +61,8 @@ class FlyteExecution(host.Execution):
             own=f"{files.path(own)}/{ours}",
         )
 
-    def filesystem(self, uri: str) -> Any:
-        return self._ctx.file_access.get_filesystem(split_protocol(uri)[0] or "file", path=uri)
+    def opener(self) -> Callable[[str], Any]:
+        return partial(opened, settings=self._ctx.file_access.data_config)
 
     def new_folder(self) -> str | None:
         state = self._ctx.execution_state
@@ -73,10 +72,6 @@ class FlyteExecution(host.Execution):
     def put_folder(self, folder: Path, uri: str) -> None:
         """If the upload fails, Flyte retries the task."""
         self._ctx.file_access.put_data(str(folder), uri, is_multipart=True)
-
-    def in_ranks(self) -> host.Execution | None:
-        open_here = partial(opened, settings=self._ctx.file_access.data_config)
-        return host.StorageInRanks(open_here) if self.task is not None else None
 
     def secret(self, name: Secret) -> str:
         return str(self._params.secrets.get(name.group, name.key, name.group_version))
@@ -166,7 +161,6 @@ class FlyteRank:
     def entered(self) -> Iterator[None]:
         """During the block, make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
         finish_imports()
-        _reach_statsd_by_number()
         entered = setup_execution(
             raw_output_data_prefix=self.raw_output_prefix,
             output_metadata_prefix=self.output_metadata_prefix,
@@ -176,9 +170,8 @@ class FlyteRank:
         with entered as ctx:
             mode = ExecutionState.Mode[self.mode] if self.mode else None
             state = ctx.execution_state.with_params(mode=mode)
-            with FlyteContextManager.with_context(ctx.with_execution_state(state)):
-                execution = current()
-                host.know(lambda: execution)  # even if the user's code imports another SDK
+            # Known even if the user's code imports another SDK.
+            with FlyteContextManager.with_context(ctx.with_execution_state(state)), host.known_to_threads(current()):
                 yield
 
     def arguments(self) -> dict[str, Any]:
@@ -230,12 +223,6 @@ def finish_imports() -> None:
     """
     for module in list(sys.modules.values()):
         getattr(module, "__dict__", None)  # any access loads a lazy module
-
-
-def _reach_statsd_by_number() -> None:
-    """Set flytekit's statsd host to 127.0.0.1: some machines cannot resolve `localhost`. The user's own host stays."""
-    if StatsConfig.auto().host == StatsConfig().host:
-        os.environ.setdefault(StatsD.HOST.legacy.get_env_name(), "127.0.0.1")
 
 
 def _decks() -> list[tuple[str, str]]:

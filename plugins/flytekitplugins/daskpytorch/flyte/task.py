@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from flyteidl.core import literals_pb2
-from flytekit import Deck, PodTemplate, PythonFunctionTask, Resources
+from flytekit import Deck, PodTemplate, PythonFunctionTask
 from flytekit.configuration import SerializationSettings
 from flytekit.core.array_node_map_task import ArrayNodeMapTask
 from flytekit.core.context_manager import FlyteContext, FlyteContextManager
@@ -30,8 +29,6 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask import Scheduler, WorkerGroup
 from flytekitplugins.dask.task import DaskTask
 
-from flytekitplugins.daskpytorch import checks
-from flytekitplugins.daskpytorch.checks import Rule
 from flytekitplugins.daskpytorch.display.wandb import KEYLESS
 from flytekitplugins.daskpytorch.flyte import context, deck
 from flytekitplugins.daskpytorch.flyte.context import HOST, FlyteRank, TaskOutput, Written
@@ -287,8 +284,6 @@ def _mounts_shared_memory(template: PodTemplate | None) -> bool:
 
 # ---- Configs of tasks
 
-NUM_GPUS = re.compile(r"[0-9]{1,6}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class _WithPods(config.OnDask):
@@ -298,13 +293,6 @@ class _WithPods(config.OnDask):
     """Image and resources of the Dask scheduler's pod."""
     workers: WorkerGroup = field(default_factory=lambda: WorkerGroup(number_of_workers=2))
     """Number, image and resources of the Dask workers' pods. Default: two workers."""
-
-    def _rules_of_pods(self) -> dict[str, Rule]:
-        rules = super()._rules_of_pods()
-        is_number = checks.must_be("a whole number", lambda gpus: NUM_GPUS.fullmatch(str(gpus)) is not None)
-        for name in ("scheduler.requests", "scheduler.limits", "workers.requests", "workers.limits"):
-            rules |= {name: checks.optional(checks.instance_of(Resources)), f"{name}.gpu": checks.optional(is_number)}
-        return rules
 
     @property
     def num_gpus(self) -> int:

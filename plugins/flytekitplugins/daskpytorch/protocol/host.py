@@ -47,8 +47,12 @@ class Execution:
     def checkpoint_paths(self, key: str) -> StoragePaths | None:
         return None
 
+    def opener(self) -> Callable[[str], Any]:
+        """Return a picklable function that opens the file system of a path or URL with the task's credentials."""
+        return open_filesystem
+
     def filesystem(self, uri: str) -> Any:
-        return open_filesystem(uri)
+        return self.opener()(uri)
 
     def new_folder(self) -> str | None:
         """Return the URI of a new folder among the task's outputs, or None if the host stores none here."""
@@ -60,7 +64,7 @@ class Execution:
 
     def in_ranks(self) -> "Execution | None":
         """Return the execution that the driver pickles for ranks without a `RankHost`, those of `dispatch.run`."""
-        return None
+        return StorageInRanks(self.opener()) if self.task is not None else None
 
     def secret(self, name: Any) -> str:
         """Return a secret by `flytekit.Secret`'s fields `group`, `key` and `group_version`, or raise ValueError."""
@@ -77,8 +81,8 @@ class StorageInRanks(Execution):
     open: Callable[[str], Any]
     """Picklable, with settings of the storage such as access keys. A cloud role is that of the rank's own pod."""
 
-    def filesystem(self, uri: str) -> Any:
-        return self.open(uri)
+    def opener(self) -> Callable[[str], Any]:
+        return self.open
 
 
 class RankHost(Protocol):
@@ -138,26 +142,21 @@ def current_execution() -> Execution:
     """Return the execution that this process is part of, without an import of a host's package."""
     executions = [current() for current in _hosts]
     in_task = (each for each in executions if each.task is not None)
-    return next(itertools.chain(in_task, (known() for known in reversed(_known)), executions), Execution())
-
-
-def know(current: Callable[[], Execution]) -> None:
-    """Let all threads of this process find an execution, as in a rank.
-
-    Threads do not inherit the context variables in which the host keeps the task.
-    """
-    _known.append(current)
+    return next(itertools.chain(in_task, reversed(_known), executions), Execution())
 
 
 @contextlib.contextmanager
-def known_to_threads() -> Iterator[None]:
-    """Let all threads find the present execution during a `with` block."""
-    execution = current_execution()
-    know(known := lambda: execution)
+def known_to_threads(execution: Execution | None = None) -> Iterator[None]:
+    """Let all threads find an execution, by default the present one, during a `with` block.
+
+    Threads do not inherit the context variables in which the host keeps the task.
+    """
+    execution = execution or current_execution()
+    _known.append(execution)
     try:
         yield
     finally:
-        _known.remove(known)
+        _known.remove(execution)
 
 
 def provide(current: Callable[[], Execution]) -> None:
@@ -168,7 +167,7 @@ def provide(current: Callable[[], Execution]) -> None:
     _hosts.insert(0, current)
 
 
-_known: list[Callable[[], Execution]] = []
+_known: list[Execution] = []
 _hosts: list[Callable[[], Execution]] = []
 
 

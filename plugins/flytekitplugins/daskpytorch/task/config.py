@@ -87,13 +87,12 @@ class OnDask(Config):
 
     @property
     def num_workers(self) -> int:
-        """Number of Dask workers. 1 if the config does not set a number."""
-        return int(self.workers.number_of_workers or 1)
+        """Number of Dask workers."""
+        return int(self.workers.number_of_workers)
 
     def _rules_of_pods(self) -> dict[str, Rule]:
         kinds = {name: checks.instance_of(kind) for name, kind in self.KINDS.items()}
-        image = checks.optional(checks.text())
-        return {**kinds, "workers.number_of_workers": checks.COUNT, "workers.image": image, "scheduler.image": image}
+        return {**kinds, "workers.number_of_workers": checks.COUNT}
 
     @property
     def num_gpus(self) -> int:
