@@ -26,7 +26,7 @@ from told import To, node, record, shape_of
 from tracked import Flow, events, scalars, texts
 
 SHAPE = shape_of(node(), per_worker=2)
-PICTURE = Picture.of([[0, 100, 255]] * 2)
+PICTURE = Picture.of(Image.frombytes("L", (3, 2), bytes([0, 100, 255] * 2)))
 Make = Callable[[], Observer]
 
 

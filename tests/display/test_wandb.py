@@ -16,6 +16,7 @@ import psutil
 import pytest
 from flytekit import Secret
 from flytekit.types.file import FlyteFile
+from PIL import Image
 
 from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
 from flytekitplugins.daskpytorch.display import wandb as wandb_observer
@@ -175,7 +176,9 @@ def test_run_has_records_goodput_and_reason_and_the_driver_hears_where_the_run_i
     tracker = RankRun(*run)
     tracker.on_begin()
     tracker.on_log(record(0, loss=3.0))
-    tracker.on_log(record(1, loss=2.0, weights=Histogram.of([0.0, 1.0]), two=Picture.of([[0, 255]], caption="two")))
+    tracker.on_log(
+        record(1, loss=2.0, weights=Histogram.of([0.0, 1.0]), two=Picture.of(Image.new("L", (2, 1)), caption="two"))
+    )
     tracker.on_goodput(Goodput(total=10.0, stepping=8.0, lost=2.0))
     tracker.on_end(0, "others were better")
     tracker.on_end(1)  # only the first end counts

@@ -28,7 +28,7 @@ CONFIGURED: dict[str, Callable[[], Any]] = {
     "lightning": lambda: import_module("flytekitplugins.daskpytorch.lightning"),
     "mlflow": lambda: MLflow(experiment="e"),
     "opentelemetry": OpenTelemetry,
-    "pictures": lambda: Picture.of([[0.0]]),
+    "pictures": lambda: Picture.of(None),
     "s3": lambda: S3ImageFolder("s3://bucket/prefix"),
     "tensorboard": lambda: TensorBoard(folder="f"),
     "transformers": lambda: import_module("flytekitplugins.daskpytorch.transformers"),

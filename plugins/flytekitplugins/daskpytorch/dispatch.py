@@ -27,7 +27,7 @@ from flytekitplugins.daskpytorch.driver.request import request_for, request_for_
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node.agent import OwnNode
 from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
-from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, function_of, key_of
+from flytekitplugins.daskpytorch.protocol.function import check_call, function_of, key_of
 from flytekitplugins.daskpytorch.protocol.script import as_script
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb, is_debugging
 from flytekitplugins.daskpytorch.task.config import rules_of_own_node
@@ -108,8 +108,7 @@ def run(
     Problems("dispatch.run", SimpleNamespace(**locals()), rules).raise_any()
     function, args = as_script(pytorch_function, args)
     own = {"local_rank": 0} if pass_local_rank else {}
-    check_function(function)
-    check_arguments(function, *args, **(kwargs | own))
+    check_call(function, *args, **(kwargs | own))
     settings = gang or Gang()
     if not isinstance(backend, str) or backend != "auto":
         settings = replace(settings, backend=backend)
@@ -118,8 +117,8 @@ def run(
         return Run(function, args, kwargs, settings).call_here(called)
     with _launched(client, settings) as (launcher, settings):
         request = request_for(function, args, kwargs, settings, pass_local_rank=pass_local_rank)
-        num_ranks = launcher.num_wanted * request.ranks_per_worker
-        return Run(function, args, kwargs, settings).start(request, launcher, num_ranks)
+        run = Run(function, args, kwargs, settings)
+        return RunFutures(run, run.supervised(request, launcher), launcher.num_wanted * request.ranks_per_worker)
 
 
 def gang(client: Client | None = None, *, gang: Gang | None = None) -> StayingGang:
@@ -282,10 +281,9 @@ def map(  # noqa: A001
     from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
     from flytekitplugins.daskpytorch.sweep.sweep import Sweep
 
-    check_function(pytorch_function)
     experiments = list(cast("Iterable[Any]", experiments))
     for experiment in experiments:
-        check_arguments(pytorch_function, experiment)
+        check_call(pytorch_function, experiment)
     sweep = Sweep(
         cluster=DaskAgents(client),
         function=pytorch_function,

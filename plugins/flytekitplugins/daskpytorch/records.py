@@ -52,7 +52,8 @@ class Picture:
     Examples:
         >>> import torch
         >>> from flytekitplugins.daskpytorch import Picture
-        >>> picture = Picture.of(torch.rand(3, 32, 48), "noise")  # channels, height, width
+        >>> from torchvision.transforms.functional import to_pil_image
+        >>> picture = Picture.of(to_pil_image(torch.rand(3, 32, 48)), "noise")
         >>> picture.width, picture.height, picture.caption
         (48, 32, 'noise')
     """
@@ -68,26 +69,25 @@ class Picture:
 
     @classmethod
     def of(cls, picture: Any, caption: str = "") -> Picture:
-        """Convert a Pillow image, a matplotlib figure or pixels to a `Picture`.
+        """Convert a Pillow image or a matplotlib figure to a `Picture`.
 
         The conversion to PNG takes some milliseconds for a small picture.
 
         Args:
-            picture: A Pillow image, a matplotlib figure, or a tensor or array of pixels. Grey pixels have the shape
-                height x width. Colours have 3 or 4 channels, as the first or the last dimension. Values are bytes, or
-                floating-point numbers from 0 to 1.
+            picture: A Pillow image or a matplotlib figure. torchvision's `to_pil_image(tensor)`, and Pillow's
+                `Image.fromarray(array)`, make an image of pixels.
             caption: Text below the picture.
 
         Raises:
             ImportError: The extra `pictures` is not installed. The trackers' extras include `pictures`.
-            ValueError: The pixels have another shape.
+            TypeError: `picture` is of another type.
         """
         require_extra("pictures", "Picture.of(...)")
         file = io.BytesIO()
-        if hasattr(picture, "savefig"):
-            picture.savefig(file, format="png")
-        else:
-            (picture if hasattr(picture, "save") else _image(picture)).save(file, format="PNG")
+        save = getattr(picture, "savefig", None) or getattr(picture, "save", None)
+        if save is None:
+            raise TypeError(f"Picture.of({reprlib.repr(picture)}): must be a Pillow image or a matplotlib figure")
+        save(file, format="png")
         from PIL import Image
 
         width, height = Image.open(file).size
@@ -98,25 +98,6 @@ class Picture:
         from PIL import Image
 
         return Image.open(io.BytesIO(self.png))
-
-
-def _image(pixels: Any) -> Any:
-    import torch
-    from PIL import Image
-
-    values = torch.as_tensor(pixels).detach().cpu()
-    if values.ndim == 3 and values.shape[0] in (1, 3, 4) and values.shape[-1] not in (3, 4):
-        values = values.movedim(0, -1)
-    if values.ndim == 3 and values.shape[-1] == 1:
-        values = values.squeeze(-1)
-    if values.ndim != 2 and not (values.ndim == 3 and values.shape[-1] in (3, 4)):
-        raise ValueError(
-            f"Picture.of(...): pixels of shape {tuple(values.shape)}, must be height x width, or with 1, 3 or 4 "
-            "channels as the first or last dimension"
-        )
-    if values.is_floating_point():
-        values = values.float().nan_to_num().clamp(0, 1).mul(255).round()
-    return Image.fromarray(values.to(torch.uint8).contiguous().numpy())
 
 
 MIN_TOTAL = 60.0

@@ -17,7 +17,6 @@ from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteCon
 from flytekit.core.data_persistence import get_fsspec_storage_options
 from flytekit.core.interface import Interface
 from flytekit.core.type_engine import TypeEngine
-from flytekit.deck import DeckField
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.extend import TaskPlugins
 from flytekit.interfaces.random import random
@@ -135,12 +134,9 @@ class FlyteRank:
     inputs: bytes
     task_name: str
     results: str
-    shows_outputs: bool = False
 
     @classmethod
-    def of_current_task(
-        cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str, *, shows_outputs: bool = False
-    ) -> Self:
+    def of_current_task(cls, task_name: str, interface: Interface, inputs: LiteralMap, results: str) -> Self:
         ctx = FlyteContextManager.current_context()
         params, mode = ctx.user_space_params, ctx.execution_state.mode
         checkpoint = getattr(params, "_checkpoint", None)
@@ -154,7 +150,6 @@ class FlyteRank:
             inputs=inputs.to_flyte_idl().SerializeToString(),
             task_name=task_name,
             results=results,
-            shows_outputs=shows_outputs,
         )
 
     @contextlib.contextmanager
@@ -183,7 +178,7 @@ class FlyteRank:
         inputs, outputs, tuple_name = pickling.loads(self.interface)  # trusted: sent by this gang's driver
         host.check_count(self.task_name, returned, list(outputs))
         interface = Interface(inputs=inputs, outputs=outputs, output_tuple_name=tuple_name)
-        task = _Returned(self.task_name, interface, returned, has_tab=self.shows_outputs)
+        task = _Returned(self.task_name, interface, returned)
         try:
             made = task.dispatch_execute(FlyteContextManager.current_context(), LiteralMap({}))
         except FlyteNonRecoverableSystemException as error:  # on a backend, around the conversion's error
@@ -202,12 +197,11 @@ class Written:
             super()._write_decks(inputs, outputs, ctx.with_execution_state(None).build(), params)  # type: ignore[misc]
 
 
-class _Returned(Written, PythonTask):  # type: ignore[misc]
-    """Task whose function has returned. flytekit converts the value, and adds the metadata of artifacts and a tab."""
+class _Returned(PythonTask):  # type: ignore[misc]
+    """Task whose function has returned. flytekit converts the value, and adds the metadata of artifacts."""
 
-    def __init__(self, name: str, interface: Interface, value: Any, *, has_tab: bool) -> None:
-        fields = (DeckField.OUTPUT,)
-        super().__init__(task_type="", name=name, interface=interface, enable_deck=has_tab, deck_fields=fields)
+    def __init__(self, name: str, interface: Interface, value: Any) -> None:
+        super().__init__(task_type="", name=name, interface=interface)
         self._value = value
 
     def execute(self, **_: Any) -> Any:

@@ -64,10 +64,12 @@ _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpyto
 class _Resumable(Written, PythonFunctionTask):  # type: ignore[misc]
     """Base of all task types: infrastructure failures that Flyte retries, SIGTERM, and local runs."""
 
+    # For this tab, flytekit runs pip twice, which takes 2 s (1.16.31, 2026-11-29).
+    _left_out: tuple[DeckField, ...] = (DeckField.DEPENDENCIES,)
+
     def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         kwargs["annotations"] = _annotations(kwargs)
-        # For this tab, flytekit runs pip twice, which takes 2 s (1.16.31, 2026-11-29).
-        kwargs["deck_fields"] = [each for each in kwargs.get("deck_fields") or () if each != DeckField.DEPENDENCIES]
+        kwargs["deck_fields"] = [each for each in kwargs.get("deck_fields") or () if each not in self._left_out]
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
 
     def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any], ctx: FlyteContext, params: Any) -> None:
@@ -131,6 +133,8 @@ class _OnDask(DaskTask):  # type: ignore[misc]
 
 
 class _InRanks(in_ranks.InRanks, _Resumable):
+    _left_out = (DeckField.DEPENDENCIES, DeckField.OUTPUT)  # the driver may be unable to load the outputs
+
     def __init__(
         self, task_config: GangOnDask | GangOnOwnNode, task_function: Callable[..., Any], **kwargs: Any
     ) -> None:
@@ -174,10 +178,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         return next(iter(values), None)
 
     def _rank_host(self, literals: LiteralMap) -> Callable[[str], FlyteRank]:
-        has_tab = DeckField.OUTPUT in self.deck_fields
-        return lambda folder: FlyteRank.of_current_task(
-            self.name, self.python_interface, literals, folder, shows_outputs=has_tab
-        )
+        return lambda folder: FlyteRank.of_current_task(self.name, self.python_interface, literals, folder)
 
     def _as_output(self, folder: str) -> FlyteDirectory:
         return FlyteDirectory(folder, remote_directory=False)
@@ -206,7 +207,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
         literals = LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(output.literal_map))
         if self.enable_deck:  # flytekit writes no Deck if execute() returns literals
             self._write_decks(inputs, {}, ctx, ctx.user_space_params)
-            for name, html in output.decks:  # rank 0 writes the tab of outputs, whose values the driver may not load
+            for name, html in output.decks:
                 Deck(name, html)
             deck.write_local(ctx)
         return literals

@@ -38,7 +38,8 @@ def check_function(function: Callable[..., Any], *, may_be_async: bool = False) 
         raise TypeError(f"{name} is a generator function, whose call trains nothing: give a function without yield")
 
 
-def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+def check_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    check_function(function)
     called = function_of(function)
     with contextlib.suppress(ValueError):  # what is written in C may have no signature
         signature = inspect.signature(called, follow_wrapped=False)  # Hydra's wrapper takes no argument

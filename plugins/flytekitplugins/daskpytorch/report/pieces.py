@@ -216,9 +216,9 @@ def pictures(files: Iterable[Picture]) -> str:
     """Return pictures side by side, each with its caption.
 
     Examples:
-        >>> import torch
         >>> from flytekitplugins.daskpytorch import Picture, report
-        >>> drawn = [Picture.of(torch.rand(28, 28), f"digit {number}") for number in range(3)]
+        >>> from PIL import Image
+        >>> drawn = [Picture.of(Image.new("L", (28, 28)), f"digit {number}") for number in range(3)]
         >>> html = report.pictures(
         ...     report.Picture(file=each.png, width=56, height=56, caption=each.caption) for each in drawn
         ... )

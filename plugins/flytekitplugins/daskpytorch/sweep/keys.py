@@ -31,7 +31,7 @@ from flytekitplugins.daskpytorch.data.partitions import (
 )
 from flytekitplugins.daskpytorch.display.training import fields_of, row_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
-from flytekitplugins.daskpytorch.protocol.function import check_arguments, check_function, key_of, name_of
+from flytekitplugins.daskpytorch.protocol.function import check_call, key_of, name_of
 from flytekitplugins.daskpytorch.protocol.pickling import dumps_by_value
 from flytekitplugins.daskpytorch.settings import Gang, is_debugging
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
@@ -92,8 +92,7 @@ def train_all(
     problems.unless(settings.ranks_per_worker == "auto", "gang", "without ranks_per_worker: see models_per_worker")
     problems.unless(not is_debugging(settings), "gang", "without debug mode: call the function with a key's rows")
     problems.raise_any()
-    check_function(train)
-    check_arguments(train, None, None)
+    check_call(train, None, None)
     by, name = columns_of(grouped) or [], uuid.uuid4().hex
     kept = SweepStorage(storage, folder or key_of(train)) if storage is not None else None
     known = kept.keys(train) if kept is not None else None

@@ -1,7 +1,7 @@
 """A gang of `dispatch.run`, whose caller holds futures: named, kept, shown, started. Runs in the driver.
 
 Run(function, args, kwargs, settings)          its key, and the folders of its checkpoints
-    .start(request, launcher, num_ranks)       ─▶ RunFutures    with any launcher: Dask's workers, or this node
+    .supervised(request, launcher)             ─▶ Supervisor    with any launcher: Dask's workers, or this node
     .call_here(function)                       ─▶ RunFutures    in debug mode
 Shown                                          display, page and file places, also of a task's gang
 """
@@ -189,9 +189,6 @@ class Run:
         self.storage = storage_of(execution, self.key, settings, paths)
         state = RunState(name=self.training.name)
         self.shown = Shown(state=state, run=self._local)
-
-    def start(self, request: Request, launcher: AgentLauncher, num_ranks: int) -> RunFutures:
-        return RunFutures(self, self.supervised(request, launcher), num_ranks)
 
     def supervised(self, request: Request, launcher: AgentLauncher) -> Supervisor:
         self.shown.state.stays = request.calls is not None

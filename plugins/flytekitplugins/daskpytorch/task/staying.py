@@ -21,13 +21,7 @@ from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.process.ending import deferred
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.code import pack_code
-from flytekitplugins.daskpytorch.protocol.function import (
-    check_arguments,
-    check_function,
-    kept_value,
-    name_of,
-    pack_call,
-)
+from flytekitplugins.daskpytorch.protocol.function import check_call, kept_value, name_of, pack_call
 from flytekitplugins.daskpytorch.protocol.script import run_module, run_script
 from flytekitplugins.daskpytorch.task.run import Run, RunFutures
 
@@ -185,8 +179,7 @@ class StayingGang:
         __tracebackhide__ = True
         if function in (run_script, run_module):
             raise TypeError(f"{name_of(function)} begins a program in ranks of its own: pass it to dispatch.run")
-        check_function(function)
-        check_arguments(function, *args, **kwargs)
+        check_call(function, *args, **kwargs)
         call = pack_call(function, args, kwargs)
         number, calls = next(_numbers), self._calls
         keep = self, function, args, kwargs
