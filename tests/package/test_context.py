@@ -3,10 +3,8 @@
 import logging
 import math
 import os
-import pickle
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from enum import IntEnum
 from itertools import count
@@ -44,6 +42,23 @@ def test_outside_a_gang_this_is_rank_0_of_1() -> None:
     assert rank.is_main
 
 
+class Money(float):
+    """A number of a class of the user's."""
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Colour(str):
+    """A text that shows itself as another one."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self.upper()
+
+
 @pytest.mark.parametrize(
     ("given", "plain"),
     [
@@ -55,6 +70,9 @@ def test_outside_a_gang_this_is_rank_0_of_1() -> None:
         (torch.tensor([[4.0]], requires_grad=True), 4.0),
         (np.float32(0.5), 0.5),
         (np.array([8]), 8),
+        (Money(2.5), 2.5),
+        (Level.HIGH, 3),
+        (Colour("red"), "red"),
     ],
 )
 def test_log_makes_plain_values_of_scalars_and_one_element_tensors(
@@ -63,14 +81,6 @@ def test_log_makes_plain_values_of_scalars_and_one_element_tensors(
     rank_2_of_4.log({"x": given})
     assert records[0].metrics == {"x": plain}
     assert type(records[0].metrics["x"]) is type(plain)
-
-
-def test_record_has_rank_time_and_the_number_of_steps(rank_2_of_4: RankContext, records: list[LogRecord]) -> None:
-    earliest = time.time()
-    rank_2_of_4.log({"loss": 1.0}, step=5, num_steps=10)
-    [record] = records
-    assert (record.rank, record.step, record.num_steps) == (2, 5, 10)
-    assert earliest <= record.time <= time.time()
 
 
 def test_steps_count_all_earlier_calls_unless_given(rank_2_of_4: RankContext, records: list[LogRecord]) -> None:
@@ -211,36 +221,7 @@ def test_first_true_call_is_the_one_after_the_last_at_whatever_moment_calls_are_
     assert [first_true - 1] == held
 
 
-# ---- Metrics of the user's classes
-
-
-class Money(float):
-    """A number of a class of the user's."""
-
-
-class Level(IntEnum):
-    HIGH = 3
-
-
-class Colour(str):
-    """A text that shows itself as another one."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return self.upper()
-
-
-@pytest.mark.parametrize(
-    ("given", "plain"),
-    [(1, 1), (0.5, 0.5), ("a", "a"), (True, True), (Money(2.5), 2.5), (Level.HIGH, 3), (Colour("red"), "red")],
-)
-def test_numbers_and_texts_of_the_users_classes_travel_as_plain_ones(given: float | str, plain: float | str) -> None:
-    record = LogRecord.of(0, 1, None, {"given": given, "other": object()})
-    [bare] = record.bare().metrics.values()
-    assert bare == plain
-    assert type(bare) is type(plain)
-    assert pickle.loads(pickle.dumps(bare)) == plain
+# ---- Micro batches
 
 
 @pytest.mark.parametrize(

@@ -109,18 +109,11 @@ def _beside(files: Files, checkpoint: str | None, key: str) -> str | None:
 
 
 def rank_environment(secrets: Any) -> dict[str, str]:
-    action, inherited = flyte.ctx().action, {k: v for k, v in os.environ.items() if k.startswith(INHERITED)}
+    inherited = {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
     for secret in secrets_from_request(secrets) if secrets else ():
         if secret.as_env_var in os.environ:
             inherited[secret.as_env_var] = os.environ[secret.as_env_var]
-    names = {
-        "RUN_NAME": action.run_name,
-        "ACTION_NAME": action.name,
-        "FLYTE_INTERNAL_EXECUTION_PROJECT": action.project,
-        "FLYTE_INTERNAL_EXECUTION_DOMAIN": action.domain,
-        "_U_ORG_NAME": action.org,
-    }
-    return inherited | {name: str(value) for name, value in names.items() if value}
+    return inherited
 
 
 def storage() -> Storage | None:

@@ -6,7 +6,6 @@ Loaded where environments are defined, and imports no torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import inspect
@@ -78,10 +77,11 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task. If the infrastructure fails, raise a system error, after which Flyte restarts the attempt."""
         exit_quickly()
-        may_start_again = flyte.ctx().mode == "local" or context.earlier_system_errors() < MAX_SYSTEM_RESTARTS
+        is_local = flyte.ctx().mode == "local"
+        may_start_again = is_local or context.earlier_system_errors() < MAX_SYSTEM_RESTARTS
         inputs = dict(zip(self.interface.inputs, args, strict=False)) | kwargs
         try:
-            with self._begun(), known_to_threads():
+            with local_runs.begun(self.name, is_local=is_local), known_to_threads():
                 return await _heeding_sigterm(self._run(inputs))
         except KeyboardInterrupt:  # from the thread that trains, where it would end Flyte's event loop
             raise asyncio.CancelledError from None
@@ -97,9 +97,6 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
         raise NotImplementedError
-
-    def _begun(self) -> AbstractContextManager[None]:
-        return local_runs.begun(self.name) if flyte.ctx().mode == "local" else contextlib.nullcontext()
 
 
 @dataclass(kw_only=True)

@@ -84,7 +84,7 @@ class _Resumable(Written, PythonFunctionTask):  # type: ignore[misc]
         tokens = _dispatched.set((self, input_literal_map)), ctrl_c.set(pressed), deck.local_file.set(None)
         try:
             heeded = contextlib.nullcontext() if self._is_debugging else pressed.heeded()
-            with heeding_sigterm(), heeded, self._begun(ctx):
+            with heeding_sigterm(), heeded, local_runs.begun(self.name, is_local=_is_local(ctx)):
                 return super().dispatch_execute(ctx, input_literal_map)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, INFRASTRUCTURE_ERRORS):
@@ -98,9 +98,6 @@ class _Resumable(Written, PythonFunctionTask):  # type: ignore[misc]
     @property
     def _is_debugging(self) -> bool:
         return False
-
-    def _begun(self, ctx: FlyteContext) -> AbstractContextManager[None]:
-        return local_runs.begun(self.name) if _is_local(ctx) else contextlib.nullcontext()
 
 
 class _OnDask(DaskTask):  # type: ignore[misc]

@@ -86,8 +86,8 @@ class LocalRun:
 
 
 @contextlib.contextmanager
-def begun(task: str) -> Iterator[None]:
-    run = begin(task)
+def begun(task: str, *, is_local: bool = True) -> Iterator[None]:
+    run = begin(task) if is_local else None
     token = local_run.set(run)
     try:
         yield
