@@ -250,10 +250,3 @@ def test_any_value_is_refused_in_few_words_that_name_the_field_or_can_be_used(ki
                 assert set(named) == {name}, refusal[:1_000]
                 assert "must be" in refusal
                 assert len(refusal) < MAX_MESSAGE * len(named)
-
-
-@pytest.mark.parametrize(("call", "more"), [(dispatch.run, {}), (dispatch.map, {"experiments": []})])
-def test_a_call_with_any_value_in_place_of_a_client_is_refused(call: Any, more: dict[str, Any]) -> None:
-    for value in ODD:
-        if value is not None:
-            assert "client=" in refusal_of(call, client=value, pytorch_function=len, **more)

@@ -143,14 +143,6 @@ def test_it_cannot_be_reusable() -> None:
         made(SpawnDDP()).override(reusable=policy)
 
 
-async def asynchronous(x: int) -> int:
-    return x + 1
-
-
-def test_a_coroutine_function_is_fine() -> None:
-    assert made(SpawnDDP(), asynchronous).func is asynchronous
-
-
 REMOTE = SimpleNamespace(
     mode="remote", output_path="memory://none", action=SimpleNamespace(run_name="r", name="a0"), report=object()
 )
