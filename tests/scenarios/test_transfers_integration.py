@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from flytekitplugins.daskpytorch import current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.job import LARGE
