@@ -17,6 +17,7 @@ import pytest
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.node import hardware
 from flytekitplugins.daskpytorch.node.hardware import interface_of
+from flytekitplugins.daskpytorch.process import gpu_vendor
 
 
 def test_each_address_of_this_machine_leads_to_its_interface() -> None:
@@ -44,11 +45,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     def make(question: str = hardware.QUESTION, *, has_driver: bool = True) -> None:
         (tmp_path / "nvidiactl").touch()
         files = (tmp_path / "nvidiactl",) if has_driver else (tmp_path / "none",)
-        monkeypatch.setattr(hardware, "DRIVER_FILES", files)
+        monkeypatch.setattr(gpu_vendor, "NVIDIA_FILES", files)
         monkeypatch.setattr(hardware, "QUESTION", question)
         monkeypatch.setattr(hardware, "LOOK_TIMEOUT", 300.0)  # a busy machine takes long to import torch
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        for variable in hardware.ASKING_VARIABLES:
+        for variable in gpu_vendor.ASKING_VARIABLES:
             monkeypatch.delenv(variable, raising=False)
         hardware._look.cache_clear()
 
@@ -140,9 +141,9 @@ def amd(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
                 f"cpu_cores_count {num_cores}\nsimd_count {num_units}\nmem_banks_count 1\n"
             )
         (tmp_path / "kfd").touch()
-        monkeypatch.setattr(hardware, "AMD_DRIVER", tmp_path / "kfd")
-        monkeypatch.setattr(hardware, "AMD_DEVICES", tmp_path / "nodes")
-        for variable in hardware.AMD_VARIABLES:
+        monkeypatch.setattr(gpu_vendor, "AMD_DRIVER", tmp_path / "kfd")
+        monkeypatch.setattr(gpu_vendor, "AMD_DEVICES", tmp_path / "nodes")
+        for variable in gpu_vendor.AMD_VARIABLES:
             monkeypatch.delenv(variable, raising=False)
 
     return make
@@ -187,7 +188,7 @@ def test_a_container_with_some_of_the_hosts_amd_gpus_counts_its_own(
         return read(path)
 
     monkeypatch.setattr(Path, "read_text", read_own)
-    assert hardware.num_amd_gpus() == 1
+    assert gpu_vendor.num_amd_gpus() == 1
 
 
 def test_torch_for_rocm_counts_its_gpus_by_hips_variable(

@@ -10,6 +10,7 @@ import pytest
 from flytekitplugins.daskpytorch import __main__, doctor
 from flytekitplugins.daskpytorch.doctor import Finding
 from flytekitplugins.daskpytorch.node import hardware
+from flytekitplugins.daskpytorch.process import gpu_vendor
 
 # ---- GPUs
 
@@ -41,12 +42,12 @@ def test_gpus_are_listed_and_those_that_torch_does_not_find_are_named(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hardware, "DRIVER_FILES", (Path("/dev/null"),) if has_driver else ())
-    monkeypatch.setattr(hardware, "num_amd_gpus", lambda: num_amd)
+    monkeypatch.setattr(gpu_vendor, "NVIDIA_FILES", (Path("/dev/null"),) if has_driver else ())
+    monkeypatch.setattr(gpu_vendor, "num_amd_gpus", lambda: num_amd)
     monkeypatch.setattr(
         hardware, "gpus_here", lambda: hardware.FoundGpus(names, problem="" if names else "torch says: no")
     )
-    for variable in hardware.AMD_VARIABLES:
+    for variable in gpu_vendor.AMD_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     finding = found_by_the_doctor("GPUs")
     assert finding.verdict == verdict

@@ -1,4 +1,4 @@
-"""A GPU with a fault is found before its rank uses the GPU. The faults come from a library in place of NVML."""
+"""A GPU with a fault is found before its rank uses the GPU. Libraries in place of NVML and AMD SMI answer."""
 
 import sys
 import threading
@@ -18,6 +18,7 @@ import fake_gpus
 from fake_gpus import SOUND
 from flytekitplugins.daskpytorch import Gang
 from flytekitplugins.daskpytorch.driver.request import request_for
+from flytekitplugins.daskpytorch.process import gpu_vendor
 from flytekitplugins.daskpytorch.protocol.failure import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
 from flytekitplugins.daskpytorch.rank import own_gpu
@@ -68,72 +69,85 @@ def order_with_gpu(settings: Gang | None = None, uuid: str = "GPU-1", **job: Any
 )
 def test_each_answer_of_nvml_is_read(driver: Describe, answers: dict[str, Any], fault: str | None) -> None:
     driver(**answers)
-    assert own_gpu.faults_of("1") == ([] if fault is None else [fault])
+    assert gpu_vendor.faults_of("1") == ([] if fault is None else [fault])
 
 
 def test_all_faults_of_a_gpu_are_named(driver: Describe) -> None:
     driver(ecc=1, recovery=1)
     check = GpuCheck(order_with_gpu())
     with pytest.raises(GpuFaultError, match=r"found: 1 uncorrectable .*; its driver asks for a reset\. Reset the GPU"):
-        check.await_nvml()
+        check.await_driver()
 
 
 @pytest.mark.parametrize("code", [9, 18])  # driver not loaded, version mismatch
 def test_a_library_that_does_not_suit_the_driver_is_no_fault(driver: Describe, code: int) -> None:
     driver(ecc=3, others={"*": {"code": code}})
-    assert own_gpu.faults_of("GPU-1") == []
-    assert own_gpu.usage("GPU-1") == (None, None)
+    assert gpu_vendor.faults_of("GPU-1") == []
+    assert gpu_vendor.usage("GPU-1") == (None, None)
 
 
 def test_a_mig_instance_has_its_own_memory_and_the_faults_of_its_gpu(driver: Describe) -> None:
     instance = {"whole": 1, "used": 1 << 30, "total": 10 << 30}
     driver(ecc=3, used=70 << 30, others={"MIG-a": instance})
-    assert own_gpu.usage("MIG-a")[0] == 1 << 30
-    assert own_gpu.faults_of("MIG-a") == ["3 uncorrectable memory errors (ECC) since its driver was loaded"]
-    assert own_gpu.faults_of("GPU-2") == []  # NVML does not know it
+    assert gpu_vendor.usage("MIG-a")[0] == 1 << 30
+    assert gpu_vendor.faults_of("MIG-a") == ["3 uncorrectable memory errors (ECC) since its driver was loaded"]
+    assert gpu_vendor.faults_of("GPU-2") == []  # NVML does not know it
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the driver")
 def test_without_the_driver_nothing_is_known_and_nothing_said(capfd: pytest.CaptureFixture[str]) -> None:
     """By the library itself."""
-    own_gpu._begin.cache_clear()
-    assert own_gpu.faults_of("GPU-1") == []
-    assert own_gpu.usage("GPU-1") == (None, None)
+    gpu_vendor._begin_nvml.cache_clear()
+    assert gpu_vendor.faults_of("GPU-1") == []
+    assert gpu_vendor.usage("GPU-1") == (None, None)
     assert "".join(capfd.readouterr()) == ""
-
-
-@pytest.mark.parametrize(
-    ("errors", "faults"),
-    [(0, []), (2, ["2 uncorrectable memory errors (ECC) since its driver was loaded"]), ("N/A", [])],
-)
-def test_amds_library_is_asked_about_a_gpu_with_a_pci_address(
-    monkeypatch: pytest.MonkeyPatch, errors: object, faults: list[str]
-) -> None:
-    def handle(address: str) -> str:
-        if address != "0000:43:00.0":
-            raise RuntimeError("AMDSMI_STATUS_NOT_FOUND")
-        return address
-
-    library = SimpleNamespace(
-        amdsmi_init=lambda: None,
-        amdsmi_get_processor_handle_from_bdf=handle,
-        amdsmi_get_gpu_total_ecc_count=lambda _: {"correctable_count": 7, "uncorrectable_count": errors},
-        amdsmi_get_gpu_vram_usage=lambda _: {"vram_total": 65_520, "vram_used": 1024},
-        amdsmi_get_gpu_activity=lambda _: {"gfx_activity": 40, "umc_activity": "N/A"},
-    )
-    monkeypatch.setitem(sys.modules, "amdsmi", library)
-    assert own_gpu.faults_of("0000:43:00.0") == faults
-    assert own_gpu.usage("0000:43:00.0") == (1 << 30, 0.4)
-    assert own_gpu.faults_of("0000:44:00.0") == []
-    monkeypatch.setitem(sys.modules, "amdsmi", None)  # as if it were not installed
-    assert own_gpu.faults_of("0000:43:00.0") == []
-    assert own_gpu.usage("0000:43:00.0") == (None, None)
 
 
 def test_the_functions_in_place_of_nvidia_ml_pys_take_as_many_arguments() -> None:
     for name, function in vars(fake_gpus.fake_library()).items():
         if name.startswith("nvml"):
             assert len(signature(function).parameters) == len(signature(getattr(pynvml, name)).parameters), name
+
+
+# ---- AMD SMI's answers
+
+
+ADDRESS = "0000:43:00.0"
+
+
+def handle(address: str) -> str:
+    if address != ADDRESS:
+        raise RuntimeError("AMDSMI_STATUS_NOT_FOUND")
+    return address
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "faults", "usage"),
+    [
+        ("vram_usage", {"vram_used": 3, "vram_total": 9}, [], (3 << 20, None)),
+        ("activity", {"gfx_activity": 50, "umc_activity": "N/A"}, [], (None, 0.5)),
+        ("activity", {"gfx_activity": "N/A"}, [], (None, None)),
+        ("total_ecc_count", {"uncorrectable_count": 2}, ["2 uncorrectable memory errors"], (None, None)),
+        ("bad_page_info", [{"status": 0}], [], (None, None)),
+        ("bad_page_info", [{"status": 1}], ["a bad page of its memory waits"], (None, None)),
+        ("bad_page_info", [{"status": 2}], ["a bad page of its memory cannot"], (None, None)),
+    ],
+)
+def test_amds_library_is_asked_about_a_gpu_with_a_pci_address(
+    name: str, answer: Any, faults: list[str], usage: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = SimpleNamespace(amdsmi_init=bool, amdsmi_get_processor_handle_from_bdf=handle)
+    setattr(library, f"amdsmi_get_gpu_{name}", lambda _: answer)
+    monkeypatch.setitem(sys.modules, "amdsmi", library)
+    found = gpu_vendor.faults_of(ADDRESS)
+    assert [fault[: len(said)] for fault, said in zip(found, faults, strict=True)] == faults
+    assert gpu_vendor.usage(ADDRESS) == usage
+    assert gpu_vendor.faults_of("0000:44:00.0") == []
+    if faults:
+        with pytest.raises(GpuFaultError, match=r"Reset the GPU \(amd-smi reset --gpureset\)"):
+            GpuCheck(order_with_gpu(uuid=ADDRESS)).await_driver()
+    monkeypatch.setitem(sys.modules, "amdsmi", None)  # as if it were not installed
+    assert (gpu_vendor.faults_of(ADDRESS), gpu_vendor.usage(ADDRESS)) == ([], (None, None))
 
 
 # ---- The kernel, and the user's function
@@ -190,7 +204,7 @@ def test_nothing_is_checked_without_a_gpu_or_if_the_check_is_off(
     monkeypatch.setattr(own_gpu, "fault_of_kernel", lambda _: "broken")
     for order in (order_for(), order_with_gpu(Gang(gpu_check="off"))):
         check = GpuCheck(order)
-        check.await_nvml()
+        check.await_driver()
         check.compute(CPU)
     with pytest.raises(GpuFaultError, match="broken"):
         GpuCheck(order_with_gpu()).compute(CPU)

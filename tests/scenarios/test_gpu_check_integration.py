@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.rank import own_gpu
 WORKERS = [{"0": "GPU-a", "1": "GPU-b"}, {"2": "GPU-c", "3": "GPU-d"}]
 
 if "RANK" in os.environ:  # in ranks, which import this module before they wait for NVML
-    own_gpu.NVML_TIMEOUT = 1.0
+    own_gpu.DRIVER_TIMEOUT = 1.0
 
 
 @pytest.fixture(scope="module")

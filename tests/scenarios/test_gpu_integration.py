@@ -25,8 +25,9 @@ from torch import distributed as dist
 
 from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankUsage, WorkerLostError, current_rank, dispatch
 from flytekitplugins.daskpytorch.node import fork_client, hardware
+from flytekitplugins.daskpytorch.process import gpu_vendor
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.rank import own_gpu, process_group
+from flytekitplugins.daskpytorch.rank import process_group
 from processes import nothing_left_behind, until
 from warm import start_cold
 
@@ -154,7 +155,7 @@ def add_up(device: str) -> float:
 def check_by_nvml(device: str) -> tuple[tuple[int | None, float | None], list[str]]:
     """Memory and utilisation of the rank's own GPU, and its faults."""
     uuid = str(torch.cuda.get_device_properties(current_rank().device).uuid)
-    return own_gpu.usage(uuid), own_gpu.faults_of(uuid)
+    return gpu_vendor.usage(uuid), gpu_vendor.faults_of(uuid)
 
 
 @only_cuda

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch.rank import own_gpu
+from flytekitplugins.daskpytorch.process import gpu_vendor
 from processes import PRELOAD, dask_cluster, nothing_left_behind
 
 LIBRARY = Path(__file__).with_name("fake_nvml")
@@ -46,7 +46,7 @@ def fake_library() -> ModuleType:
 def install(folder: Path, patch: pytest.MonkeyPatch, gpus: Mapping[str, Mapping[str, int]]) -> Path:
     """Have this process use a library in place of nvidia-ml-py. Return the file with the answers."""
     patch.setitem(sys.modules, "pynvml", fake_library())
-    own_gpu._begin.cache_clear()
+    gpu_vendor._begin_nvml.cache_clear()
     patch.setenv("FAKE_NVML", str(folder / "gpus"))
     describe(folder / "gpus", gpus)
     return folder / "gpus"

@@ -20,6 +20,7 @@ from flytekitplugins.daskpytorch.checks import MAX_SECONDS
 from flytekitplugins.daskpytorch.context import current_rank
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.node import hardware
+from flytekitplugins.daskpytorch.process import gpu_vendor
 from flytekitplugins.daskpytorch.process.system import check_system
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 
@@ -103,13 +104,13 @@ def _versions() -> Iterator[Finding]:
 def gpus() -> Iterator[Finding]:
     found = hardware.require_gpus(0, platform.node())
     names = "; ".join(f"{index}: {name}" for index, name in found.names.items())
-    if names or not hardware.has_driver():
+    if names or not gpu_vendor.has_driver():
         yield Finding("GPUs", names or "none; ranks train on the CPU")
     else:
         advice = (
             "The machine has a GPU driver, but torch finds no GPU. Likely causes: a torch that is built without CUDA, "
-            "a driver older than that CUDA (see nvidia-smi), or "
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}."
+            f"a driver older than that CUDA (see {gpu_vendor.vendor_here().tool}), or "
+            f"{gpu_vendor.VISIBLE}={os.environ.get(gpu_vendor.VISIBLE)!r}."
         )
         yield Finding("GPUs", f"none; ranks train on the CPU. {found.problem}", "warning", advice)
 

@@ -6,11 +6,10 @@ import functools
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,13 +17,10 @@ from pathlib import Path
 import psutil
 
 from flytekitplugins.daskpytorch.errors import GangStartError
+from flytekitplugins.daskpytorch.process import gpu_vendor
 from flytekitplugins.daskpytorch.protocol.placement import Node
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-AMD_DRIVER, AMD_DEVICES = Path("/dev/kfd"), Path("/sys/class/kfd/kfd/topology/nodes")
-AMD_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""Each hides GPUs from a process. HIP, for which torch's names say CUDA, reads the third where the first is missing."""
 LOOK_TIMEOUT = 60.0
 """Seconds to import torch and count the GPUs. A broken GPU driver may never answer."""
 QUESTION = """
@@ -42,9 +38,6 @@ except Exception as error:
     problem = f"{type(error).__name__}: {error}"
 print(json.dumps([found, problem]))
 """
-ASKING_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""Kubernetes' device plugin sets the first for a container, and users set the second for a process."""
-NO_LIST = ("all", "none", "void")
 
 _logger = logging.getLogger(__name__)
 
@@ -107,57 +100,29 @@ def interface_of(address: str) -> str | None:
 
 def num_kills_for_memory() -> int:
     """Count processes of this control group that the kernel has killed for lack of memory, as far as known."""
-    for file in _memory_records():
+    group = ""
+    with contextlib.suppress(OSError):
+        _, _, group = Path("/proc/self/cgroup").read_text().rpartition("0::/")
+    for folder in (CONTROL_GROUPS / group.strip(), CONTROL_GROUPS):
         with contextlib.suppress(OSError, ValueError):
-            for line in file.read_text().splitlines():
+            for line in (folder / "memory.events").read_text().splitlines():
                 name, _, count = line.partition(" ")
                 if name == "oom_kill":
                     return int(count)
     return 0
 
 
-def _memory_records() -> Iterator[Path]:
-    groups: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            groups |= dict.fromkeys(controllers.split(","), path.strip("/"))
-    if "memory" in groups:
-        yield CONTROL_GROUPS / "memory" / groups["memory"] / "memory.oom_control"
-        yield CONTROL_GROUPS / "memory" / "memory.oom_control"
-    yield CONTROL_GROUPS / groups.get("", "") / "memory.events"
-    yield CONTROL_GROUPS / "memory.events"
-
-
-def num_amd_gpus() -> int:
-    """Count AMD GPUs that have cards of their own: those inside a processor, as in laptops, do not count."""
-    if not os.access(AMD_DRIVER, os.R_OK | os.W_OK):
-        return 0
-    return sum(map(_is_card, AMD_DEVICES.glob("*/properties")))
-
-
-def _is_card(properties: Path) -> bool:
-    try:
-        values = dict(map(str.split, properties.read_text().splitlines()))
-    except OSError:  # the kernel refuses a container the properties of GPUs that it has not got (EPERM)
-        return False
-    return int(values["simd_count"]) > 0 and int(values["cpu_cores_count"]) == 0
-
-
-def has_driver() -> bool:
-    return num_amd_gpus() > 0 or any(file.exists() for file in DRIVER_FILES)
-
-
 def gpus_here() -> FoundGpus:
-    if not has_driver():
-        return FoundGpus(problem=f"there is no {DRIVER_FILES[0]}, so no GPU driver reaches this process")
+    if not gpu_vendor.has_driver():
+        return FoundGpus(problem=f"there is no {gpu_vendor.NVIDIA_FILES[0]}, so no GPU driver reaches this process")
     try:
         return _look()
     except _LookError as error:
         _logger.warning(
-            "GPUs could not be counted on host %s: %s. Ranks there get no GPU. Check the GPU driver, as by nvidia-smi",
+            "GPUs could not be counted on host %s: %s. Ranks there get no GPU. Check the GPU driver, as by %s",
             socket.gethostname(),
             error,
+            gpu_vendor.vendor_here().tool,
         )
         return FoundGpus(problem=str(error))
 
@@ -170,23 +135,22 @@ class _LookError(Exception):
 def _look() -> FoundGpus:
     """Count GPUs in a separate process, since this process and the fork server must not touch CUDA."""
     exitcode, said = _ask_torch()
+    here = gpu_vendor.vendor_here()
     if exitcode is None:
         raise _LookError(
-            f"torch did not count the GPUs within {LOOK_TIMEOUT:g} s; the GPU driver may hang: does nvidia-smi answer?"
+            f"torch did not count the GPUs within {LOOK_TIMEOUT:g} s; the GPU driver may hang: does {here.tool} answer?"
         )
     if exitcode != 0:
         raise _LookError(f"torch could not count the GPUs (exit code {exitcode}): {said[-1000:]}")
     found, problem = json.loads(said.rpartition("\n")[2])
     if problem:
         raise _LookError(f"torch says: {problem}")
-    listed = _listed("HIP_VISIBLE_DEVICES") if num_amd_gpus() else []
-    listed = listed or _listed("CUDA_VISIBLE_DEVICES")
-    instances = [gpu for gpu in _listed("NVIDIA_VISIBLE_DEVICES") if gpu.startswith("MIG-")]
+    listed, instances = here.visible(), gpu_vendor.instances()
     if found and not listed and len(instances) > len(found):  # CUDA shows only one MIG instance to a process
         listed, found = instances, [found[0]] * len(instances)
     ids = listed or [str(index) for index in range(len(found))]
-    instances = instances if len(instances) == len(found) and not os.environ.get("CUDA_VISIBLE_DEVICES") else ids
-    uuids = [here if here.startswith("MIG-") else uuid for (_, uuid), here in zip(found, instances, strict=False)]
+    mine = instances if len(instances) == len(found) and not os.environ.get(gpu_vendor.VISIBLE) else ids
+    uuids = [gpu if gpu.startswith("MIG-") else uuid for (_, uuid), gpu in zip(found, mine, strict=False)]
     return FoundGpus(dict(zip(ids, (name for name, _ in found), strict=False)), tuple(uuids))
 
 
@@ -196,25 +160,18 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
     A longer list in `NVIDIA_VISIBLE_DEVICES` or `CUDA_VISIBLE_DEVICES` counts instead of the limit `num_gpus`.
     """
     found = gpus_here()
-    are_hidden = any(variable in os.environ and not _listed(variable) for variable in AMD_VARIABLES)
-    if not found.names and num_amd_gpus() and not are_hidden:
+    if not found.names and gpu_vendor.num_amd_gpus() and not gpu_vendor.are_amd_gpus_hidden():
         raise _amd_without_torch(found.problem, worker)
-    asked = {"the limits": num_gpus}
-    for variable in ASKING_VARIABLES:
-        # CUDA_VISIBLE_DEVICES has no meaning on a machine without a GPU driver.
-        if variable == "NVIDIA_VISIBLE_DEVICES" or any(file.exists() for file in DRIVER_FILES):
-            asked[variable] = len(_listed(variable))
-    if "CUDA_VISIBLE_DEVICES" in os.environ and not num_gpus:  # a process may get only some of its container's GPUs
-        asked["NVIDIA_VISIBLE_DEVICES"] = 0
-    by, wanted = max(asked.items(), key=lambda item: item[1])
+    by, wanted = gpu_vendor.asked_for(num_gpus)
     if wanted <= len(found.names):
         return found
-    variables = ", ".join(f"{variable}={os.environ.get(variable)!r}" for variable in ASKING_VARIABLES)
+    variables = ", ".join(f"{variable}={os.environ.get(variable)!r}" for variable in gpu_vendor.ASKING_VARIABLES)
     problem = found.problem or "torch sees no others"
     raise GangStartError(
         f"GPUs are missing on host {socket.gethostname()} (worker {worker}): {by} ask{'s' * (by != 'the limits')} for "
         f"{wanted}, {len(found.names)} found{_in_words(found.names)}. {problem[0].upper()}{problem[1:]}. "
-        f"{variables}. Another attempt may get another node. Drain this one if nvidia-smi fails there.",
+        f"{variables}. Another attempt may get another node. "
+        f"Drain this one if {gpu_vendor.vendor_here().tool} fails there.",
         worker=worker,
         host=socket.gethostname(),
     )
@@ -223,9 +180,10 @@ def require_gpus(num_gpus: int, worker: str) -> FoundGpus:
 def _amd_without_torch(problem: str, worker: str) -> GangStartError:
     host = socket.gethostname()
     return GangStartError(
-        f"host {host} (worker {worker}) has {num_amd_gpus()} AMD GPUs, of which torch {version('torch')} finds none "
-        f"({problem or 'without an error'}): the ranks would train on the CPU. Install torch's build for ROCm "
-        "(https://pytorch.org/get-started/locally), or set HIP_VISIBLE_DEVICES=-1 for this worker to train on the CPU.",
+        f"host {host} (worker {worker}) has {gpu_vendor.num_amd_gpus()} AMD GPUs, of which torch "
+        f"{version('torch')} finds none ({problem or 'without an error'}): the ranks would train on the CPU. "
+        "Install torch's build for ROCm (https://pytorch.org/get-started/locally), or set "
+        "HIP_VISIBLE_DEVICES=-1 for this worker to train on the CPU.",
         worker=worker,
         host=host,
     )
@@ -251,20 +209,8 @@ def _in_words(gpus: dict[str, str]) -> str:
     return f" ({', '.join(f'GPU {gpu}: {name}' for gpu, name in gpus.items())})" if gpus else ""
 
 
-def _listed(variable: str) -> list[str]:
-    listed: list[str] = []
-    for gpu in map(str.strip, os.environ.get(variable, "").split(",")):
-        if gpu in ("", "-1", *NO_LIST):
-            break
-        listed.append(gpu)
-    return listed
-
-
 def _ask_torch() -> tuple[int | None, str]:
-    """Return exit code and output, standard error first, or (None, "") after a timeout.
-
-    A process that hangs in a GPU driver cannot be killed, so this function waits at most 1 s more for its end.
-    """
+    """Return exit code and output, standard error first, or (None, "") after a timeout."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", QUESTION],
         stdin=subprocess.DEVNULL,
@@ -277,10 +223,7 @@ def _ask_torch() -> tuple[int | None, str]:
     try:
         output, errors = process.communicate(timeout=LOOK_TIMEOUT)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=1.0)
+        process.kill()  # without a wait: a process that hangs in a GPU driver cannot be killed
         return None, ""
     return process.returncode, "\n".join(text.strip() for text in (errors, output) if text.strip())
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flytekitplugins.daskpytorch.process.gpu_vendor import variables_for
 from flytekitplugins.daskpytorch.process.system import without_nannys
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Sharding
 from flytekitplugins.daskpytorch.protocol.code import Program, Sources
@@ -130,10 +131,8 @@ def environment(
         "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.settings.max_restarts),
         "TORCHELASTIC_ERROR_FILE": str(scratch / f"error-{place.local_rank}.json"),
-        "CUDA_VISIBLE_DEVICES": ",".join(place.visible_gpus),
+        **variables_for(place.visible_gpus, env),
     }
-    if "HIP_VISIBLE_DEVICES" in env and place.visible_gpus:  # AMD's, which would win
-        env["HIP_VISIBLE_DEVICES"] = env["CUDA_VISIBLE_DEVICES"]
     env.setdefault("OMP_NUM_THREADS", str(place.num_threads))
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the older name of the variable

@@ -18,6 +18,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 from flytekitplugins.daskpytorch.process import ending
+from flytekitplugins.daskpytorch.process.gpu_vendor import VISIBLE, listed
 
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 
@@ -25,7 +26,7 @@ LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "l
 def guide() -> None:
     os.environ.setdefault("PL_TRAINER_NUM_NODES", str(_num_nodes()))
     os.environ.setdefault("LT_NUM_NODES", str(_num_nodes()))
-    if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if not listed(VISIBLE):
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     for pytorch, fabric in LIGHTNING:
         for package in (pytorch, fabric):
@@ -61,8 +62,7 @@ def _world_size() -> int:
 
 def _num_devices() -> int:
     """As Lightning counts: 1 if the rank sees one GPU, else the node's ranks."""
-    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    return 1 if len(visible) == 1 else int(os.environ["LOCAL_WORLD_SIZE"])
+    return 1 if len(listed(VISIBLE)) == 1 else int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def _num_nodes() -> int:

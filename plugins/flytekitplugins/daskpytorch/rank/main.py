@@ -182,7 +182,7 @@ def _settle_in(order: RankOrder) -> None:
 
 
 def _take_sound_device(order: RankOrder, check: GpuCheck) -> torch.device | None:
-    check.await_nvml()
+    check.await_driver()
     device = _take_device(order)
     check.compute(device)
     return device

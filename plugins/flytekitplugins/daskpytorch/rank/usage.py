@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from flytekitplugins.daskpytorch.process import gpu_vendor
 from flytekitplugins.daskpytorch.process.system import optional
 from flytekitplugins.daskpytorch.protocol import torch_parts
-from flytekitplugins.daskpytorch.rank import own_gpu
 from flytekitplugins.daskpytorch.rank.libraries import after_import
 from flytekitplugins.daskpytorch.records import RankUsage
 
@@ -169,8 +169,8 @@ class Gauge:
 
         memory, utilization = None, None
         if self._gpu_uuid and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # NVML, as many calls of CUDA spoil another thread's capture of a CUDA graph.
-            memory, utilization = own_gpu.usage(self._gpu_uuid)
+            # By the driver's library: many calls of CUDA spoil another thread's capture of a CUDA graph.
+            memory, utilization = gpu_vendor.usage(self._gpu_uuid)
         return RankUsage(
             rank=self._rank,
             time=time.time(),
@@ -209,7 +209,7 @@ class Gauge:
             has_returned.set()
         finally:
             is_over.set()
-        thread.join(END_TIMEOUT)  # NVML hangs with some broken GPUs
+        thread.join(END_TIMEOUT)  # the driver's library hangs with some broken GPUs
 
 
 # ---- Traces
