@@ -339,7 +339,7 @@ def error_of_first_rank() -> BaseException:
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("raise SystemExit('why')", "has failed: SystemExit: why. The log of"),
+        ("raise SystemExit('why')", "has ended with exit code 1: the log of"),
         ("os.abort()", "has ended with SIGABRT: "),
     ],
 )

@@ -1,9 +1,7 @@
-"""The doctor on a real cluster: no problem, a worker with another torch, busy workers, silent workers."""
+"""The doctor on a real cluster: no problem, a worker with another torch, busy workers."""
 
-import itertools
 import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -25,7 +23,6 @@ def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
     found = dict(re.findall(r"^ok +(\S.{0,27}?) {2,}(.*)$", done.stdout, re.MULTILINE))
     assert found["GPUs"] == "none; ranks train on the CPU" or found["GPUs"].startswith("0: ")
     assert found["scheduler"] == f"{cluster.address}, workers: 2"
-    assert found["versions on the cluster"] == "those of all workers are as here"
     assert found["ranks on this node"].startswith("2 ranks on ")
     assert found["ranks on the cluster"].startswith("2 ranks on ")
 
@@ -48,17 +45,6 @@ def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying
     assert "only 0 of 2 workers started" in last.value
 
 
-def test_a_worker_that_does_not_answer_is_a_problem(cluster: Cluster) -> None:
-    worker = cluster.worker_process(0)
-    worker.send_signal(signal.SIGSTOP)
-    try:
-        *_, last = doctor.examine(cluster.address, 3.0)
-    finally:
-        worker.send_signal(signal.SIGCONT)
-    assert (last.what, last.verdict) == ("scheduler", "problem")
-    assert last.value.startswith("TimeoutError")
-
-
 def test_a_worker_with_another_torch_is_named(cluster: Cluster, tmp_path: Path) -> None:
     other = tmp_path / "site" / "torch-0.0.1.dist-info"
     other.mkdir(parents=True)
@@ -66,10 +52,8 @@ def test_a_worker_with_another_torch_is_named(cluster: Cluster, tmp_path: Path) 
     end_worker = start_worker(cluster.address, 2, tmp_path, {"PYTHONPATH": str(other.parent)})
     try:
         wait_for_workers(cluster.address, 3)
-        with Client(cluster.address) as client:
-            workers = client.scheduler_info(n_workers=-1)["workers"]
-        [guilty] = [address for address, info in workers.items() if info["name"] == "late-2"]
-        _, versions, *_ = itertools.islice(doctor.examine_cluster(cluster.address, 60.0), 2)  # without a trial gang
+        *_, last = doctor.examine_cluster(cluster.address, 60.0)
     finally:
         end_worker()
-    assert (versions.verdict, versions.value) == ("problem", f"torch 0.0.1 on {guilty}")
+    assert last.verdict == "problem"
+    assert "has torch 0.0.1, this process" in last.value

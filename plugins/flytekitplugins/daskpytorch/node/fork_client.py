@@ -15,6 +15,8 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
+import psutil
+
 from flytekitplugins.daskpytorch.node import fork_server
 from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.process.system import NANNYS_MARK, check_system, path_here, without_nannys
@@ -42,16 +44,14 @@ class ForkServerClient:
         return self._socket.fileno()
 
     def spawn(self, key: int, channel: int, *outputs: int) -> None:
-        _ranks.add((id(self), key))
         try:
-            socket.send_fds(self._socket, [json.dumps({"op": "spawn", "key": key}).encode()], [channel, *outputs])
-        except ConnectionError:  # the fork server may have sent an error event before
-            while True:
-                self._next_event()
+            socket.send_fds(self._socket, [json.dumps([key, fork_server.SPAWN]).encode()], [channel, *outputs])
+        except ConnectionError as error:
+            raise self._ended() from error
 
     def kill(self, key: int, signum: int) -> None:
         """Signal a rank, and all processes of its session."""
-        self._socket.send(json.dumps({"op": "kill", "key": key, "signal": signum}).encode())
+        self._socket.send(json.dumps([key, signum]).encode())
 
     def take_readiness(self) -> None:
         """Wait until the fork server can start ranks.
@@ -67,22 +67,17 @@ class ForkServerClient:
         """
         while not (event := self._next_event()):
             pass  # nobody has taken the readiness
-        _ranks.discard((id(self), event["key"]))
-        return event["key"], event["exitcode"]
+        key, exitcode = event
+        return key, exitcode
 
-    def _next_event(self) -> dict[str, int]:
+    def _next_event(self) -> list[int]:
         try:
             packet = self._socket.recv(fork_server.MAX_PACKET)
         except ConnectionResetError:  # the fork server ended with unread requests; its last events can be read
             packet = self._socket.recv(fork_server.MAX_PACKET)
         if not packet:
             raise self._ended()
-        event: dict[str, int] = json.loads(packet)
-        if "error" in event:
-            raise ForkServerFailedError(
-                f"the process that ranks are forked from has failed: {event['error']}. The log of the worker or task "
-                "has its output"
-            )
+        event: list[int] = json.loads(packet)
         return event
 
     def _ended(self) -> Exception:
@@ -112,8 +107,6 @@ class _Owned:
         return is_closed or self.process.poll() is not None
 
 
-_ranks: set[tuple[int, int]] = set()
-"""Ranks that count as running: `id` of the `ForkServerClient`, and the rank's key there."""
 _owned: _Owned | None = None
 _imported_ahead: list[str] = []
 _lock = threading.Lock()
@@ -139,12 +132,12 @@ def shutdown() -> None:
     with _lock:
         ended, _owned = _owned, None
         if ended is not None:
-            with ended.control, contextlib.suppress(OSError):  # the fork server may have ended
-                ended.control.send(fork_server.END)
-                if _ranks:  # a server without ranks may be busy with imports: no wait, just the kill below
+            with ended.control, contextlib.suppress(OSError, psutil.Error):  # the fork server may have ended
+                ended.control.shutdown(socket.SHUT_WR)
+                # A server without ranks may be busy with imports: no wait, just the kill below.
+                if psutil.Process(ended.process.pid).children():
                     ended.control.settimeout(END_TIMEOUT)
                     ended.control.recv(1)  # returns at the fork server's end
-            _ranks.clear()
             ended.process.kill()  # the fork server has ended its ranks, or is suspended
             ended.process.wait()
 
@@ -183,7 +176,6 @@ def _start() -> _Owned:
         # The C library reads the variable only when a process starts.
         kept = without_nannys(os.environ)
         env = {name: value for name, value in os.environ.items() if name != NANNYS_MARK or name in kept}
-        _ranks.clear()  # ranks of an earlier server have ended with it
         with ending.sigterm_held_back():
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, env=env

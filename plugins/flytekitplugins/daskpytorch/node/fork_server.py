@@ -42,8 +42,9 @@ from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.process.system import kill_session, needs_fresh_interpreter, optional
 
 MAX_PACKET = 4096
-END = b"end"
 CLIENT = b"client"
+SPAWN = 0
+"""Asks for a new rank, where other requests have the signal for a rank."""
 # Other plugins' .pth files create the namespace package `flytekitplugins` at the interpreter's start, from the folders
 # known by then. An editable installation of this package may be missing there, hence the pop.
 BOOTSTRAP = (
@@ -121,7 +122,7 @@ class _Server:
         if not self._has_imports:
             import_for_ranks(self._imported_ahead)
             self._has_imports = True
-        self._tell(client, {})  # the client may wait for the imports
+        self._tell(client)  # the client may wait for the imports
 
     def _serve_client(self, client: _Client) -> None:
         try:
@@ -131,11 +132,11 @@ class _Server:
         if not packet:
             self._drop(client)
             return
-        request = json.loads(packet)
-        if request["op"] == "spawn":
-            self._spawn(client, request["key"], descriptors)
-        elif (pid := client.ranks.get(request["key"])) is not None:  # else the rank has ended
-            kill_session(pid, request["signal"])
+        key, signum = json.loads(packet)
+        if signum == SPAWN:
+            self._spawn(client, key, descriptors)
+        elif (pid := client.ranks.get(key)) is not None:  # else the rank has ended
+            kill_session(pid, signum)
 
     def _spawn(self, client: _Client, key: int, descriptors: Sequence[int]) -> None:
         server_pid = os.getpid()
@@ -165,20 +166,12 @@ class _Server:
                 kill_session(pid, signal.SIGKILL)
                 _, status = os.waitpid(pid, 0)
                 del client.ranks[key]
-                self._tell(client, {"key": key, "exitcode": os.waitstatus_to_exitcode(status)})
+                self._tell(client, key, os.waitstatus_to_exitcode(status))
 
     @staticmethod
-    def _tell(client: _Client, event: dict[str, int | str]) -> bool:
-        try:
+    def _tell(client: _Client, *event: int) -> None:
+        with contextlib.suppress(OSError):  # the agent has ended, and the end-of-file that follows drops the client
             client.sock.send(json.dumps(event).encode())
-        except OSError:  # the agent has ended, and the end-of-file that follows drops the client
-            return False
-        return True
-
-    def fail(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception_only(error)).strip()[-MAX_PACKET // 4 :]
-        if not [client for client in self._clients if self._tell(client, {"error": text})]:
-            traceback.print_exception(error)
 
     def _run_rank(self, server_pid: int, channel: int, *outputs: int) -> NoReturn:
         try:
@@ -237,13 +230,14 @@ def main() -> None:
     """Run the fork server. Command line: descriptor of the control socket, then modules to import ahead."""
     control, imported_ahead = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(control, False)
-    server = _Server(socket.socket(fileno=control), imported_ahead)
+    status = 1
     try:
-        server.serve()
-    except BaseException as error:
-        server.fail(error)
-        os._exit(1)
-    os._exit(0)  # also in the middle of imports
+        _Server(socket.socket(fileno=control), imported_ahead).serve()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # also in the middle of imports
 
 
 def main_of_fresh_rank() -> None:
