@@ -49,7 +49,6 @@ REFUSED: list[tuple[Any, str, list[Any], str]] = [
     (Gang, "environment", [{"A=B": "1"}, {"": "1"}, {1: "1"}], "a mapping of names to texts, also for "),
     (Gang, "environment", [{"RANK": "1"}], "a mapping without RANK, which the gang itself sets"),
     (Gang, "environment", [{"A": "", "CUDA_VISIBLE_DEVICES": "1"}], "a mapping without CUDA_VISIBLE_DEVICES"),
-    (Gang, "log_dir", ["", 7, "s3://bucket/logs"], "None or a folder's path"),
     (Gang, "key", ["", "../other", 7], "None, up to 100 of the characters"),
     (Gang, "profile", [(1, 2)], "None or a Profile"),
     (Gang, "checkpoint_uri", NO_URIS, A_URI),

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 from flytekitplugins.daskpytorch import Observer, RankObserver, current_rank
-from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, LineSplitter, Rank
+from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, LineSplitter, Output, Rank
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from gangs import Notes, on_this_machine
@@ -135,7 +134,7 @@ def test_a_line_without_an_end_is_sent_in_pieces_and_not_held() -> None:
 def test_what_nccls_watchdog_says_is_kept_however_long_the_stacks_after_it() -> None:
     node = Node(worker="w", host="h", num_cores=1, gpus=(), gpu_names=(), interface=None, versions={})
     [[place]] = place_ranks([node], 1)
-    rank: Any = Rank(place=place, attempt=0, channel=Pipe()[0], outputs=[])
+    rank = Rank(place=place, channel=Pipe()[0], output=Output(os.open(os.devnull, os.O_RDONLY)))
     said = "Process group watchdog thread terminated with exception: NCCL error: remote process exited"
     rank.note([said, *["frame #0: <unknown function>"] * 100])
     assert rank.watchdog == said

@@ -19,7 +19,7 @@ from flytekitplugins.daskpytorch.display.terminal import Board
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, PreemptedError
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.process.ending import EXIT_CODE
-from flytekitplugins.daskpytorch.process.streams import Screen
+from flytekitplugins.daskpytorch.process.streams import Screen, say
 from flytekitplugins.daskpytorch.protocol.script import Script, module_of, script_of
 from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 from flytekitplugins.daskpytorch.task import process
@@ -27,6 +27,8 @@ from flytekitplugins.daskpytorch.task import process
 if TYPE_CHECKING:
     from distributed import Client
 
+RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port")
+WITHOUT_MEANING = ("log-dir", "nnodes", "node-rank", *RENDEZVOUS)
 COUNT = click.IntRange(min=1)
 SOURCE = f"--scheduler or {SCHEDULER_VARIABLE}: without them, this machine is meant"
 
@@ -52,11 +54,24 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _note_without_meaning(_: click.Context, option: click.Parameter, value: object) -> None:
+    if value:
+        say(f"torchrun's option {option.opts[0]} has no effect here. `daskpytorch run --help` lists those with one")
+
+
+def _accepting_torchruns(command: click.Command) -> click.Command:
+    about: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": _note_without_meaning}
+    options = [click.Option([f"--{name}"], **about) for name in WITHOUT_MEANING]
+    command.params += [*options, click.Option(["--standalone"], is_flag=True, **about)]
+    return command
+
+
 def _setting(name: str, words: str, metavar: str | None = None, *, type: Any = None) -> Callable[[Any], Any]:  # noqa: A002
     [default] = [field.default for field in fields(Gang) if field.name == name]
     return click.option(f"--{name.replace('_', '-')}", type=type, default=default, metavar=metavar, help=words)
 
 
+@_accepting_torchruns
 @click.command(
     context_settings={
         "allow_interspersed_args": False,  # the words after the program are the program's own
@@ -109,7 +124,6 @@ def _setting(name: str, words: str, metavar: str | None = None, *, type: Any = N
     help="storage for checkpoints, from which the same command goes on (default: a folder of the user's cache, from "
     "which the command goes on with DASKPYTORCH_RESUME=1)",
 )
-@click.option("--log-dir", metavar="FOLDER", help="write each rank's output to files here, too, on the rank's machine")
 @click.option(
     "--env",
     "environment",

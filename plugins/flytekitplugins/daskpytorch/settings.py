@@ -287,12 +287,6 @@ class Gang:
     debug mode the variables are set in the calling process, where such variables come too late. `LD_LIBRARY_PATH`
     reaches only the programs that a rank starts.
     """
-    log_dir: str | None = None
-    """Folder for files with each rank's output, on the rank's own machine, with the names of `torchrun --log-dir`, such
-    as `<id of the gang>/attempt_0/<rank>/stdout.log`. A relative path begins at the ranks' working folder. The driver's
-    log has the output, too. If the disk is full, the log says so, and the training goes on. None, and in debug mode: no
-    files.
-    """
     key: str | None = None
     """Name of the gang, unique in its task, by which the task's next attempt finds its checkpoints.
 
@@ -358,9 +352,6 @@ class Gang:
             "debug": checks.BOOLEAN,
             "profile": checks.optional(checks.instance_of(Profile)),
             "evaluate": checks.optional(checks.must_be("an Evaluate", lambda value: isinstance(value, Evaluate))),
-            "log_dir": checks.optional(
-                checks.must_be("a folder's path", lambda path: checks.is_text(path) and "://" not in path)
-            ),
             "key": checks.optional(checks.KEY),
             "checkpoint_uri": checks.optional(checks.uri),
             "compile_cache": checks.optional(checks.uri),

@@ -128,8 +128,7 @@ def _message(root_failure: RankExit, world_size: int, refusal: str, history: Seq
     if root_failure.agent_traceback:
         message += f"\n\nTraceback of its agent:\n{root_failure.agent_traceback.rstrip()}"
     if root_failure.log_tail and root_failure.hang is None:  # a hung rank's log ends with the stacks of all threads
-        also = f", and in {root_failure.log_folder} on its host" if root_failure.log_folder else ""
-        message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]{also}):\n"
+        message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n"
         message += root_failure.log_tail
     return message
 

@@ -23,7 +23,6 @@ from flytekitplugins.daskpytorch.node.hardware import check_versions
 from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.protocol import journal, messages, placement
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.job import log_folder
 
 BLAME_WINDOW = 0.7
 """Seconds to wait for another rank's failure while every failure so far reads like the loss of a peer."""
@@ -313,10 +312,7 @@ def start_attempt(state: GangState, number: int, code: Code) -> Attempt:
     check_versions(nodes)
     places = placement.place_ranks(nodes, request.ranks_per_worker, settings.devices)
     backend = placement.choose_backend(settings.backend, nodes, places)
-    logs = log_folder(settings, state.id)
-    shape = journal.Shape(
-        name=request.name, backend=backend, nodes=nodes, places=places, log_folder=str(logs) if logs else None
-    )
+    shape = journal.Shape(name=request.name, backend=backend, nodes=nodes, places=places)
     state.observers.tell(journal.Placed(shape=shape))
     carriers = [agents.peers[node.worker] for node in nodes]
     store = carriers[0].meets_at if shape.world_size > 1 or backend == "nccl" else None

@@ -21,7 +21,7 @@ from typing import assert_never
 
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.hardware import describe_node, interface_of, num_kills_for_memory
-from flytekitplugins.daskpytorch.node.ranks import LogFiles, Output, Rank, open_pipes
+from flytekitplugins.daskpytorch.node.ranks import Output, Rank
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here
 from flytekitplugins.daskpytorch.protocol import framing, job, messages
@@ -92,7 +92,6 @@ class _Agent:
         self._stays = False  # until a gang that stays has started
         self._open = True
         self._heartbeat_interval = HEARTBEAT_INTERVAL
-        self._logs: LogFiles | None = None  # without `Gang(log_dir=...)`
         self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
         """Poll of all descriptors, with their handlers, or None after a change of the descriptors."""
 
@@ -102,8 +101,6 @@ class _Agent:
             self._meeting.close()
         for rank in self._ranks.values():
             rank.close()
-        if self._logs is not None:
-            self._logs.close()
 
     def serve(self, driver: Connection) -> None:
         self._driver = driver
@@ -140,8 +137,8 @@ class _Agent:
         for rank in self._ranks.values():
             if not rank.channel.closed:
                 handlers[rank.channel.fileno()] = functools.partial(self._relay_reports, rank)
-            for output in rank.open_outputs():
-                handlers[output.descriptor] = functools.partial(self._relay_output, rank, output)
+            if rank.output.is_open:
+                handlers[rank.output.descriptor] = functools.partial(self._relay_output, rank)
         poll = select.poll()  # cheaper than `multiprocessing.connection.wait`, on cores that the ranks train on
         for file in handlers:
             poll.register(file, select.POLLIN)
@@ -164,12 +161,10 @@ class _Agent:
     def _start(self, order: messages.Start) -> None:
         self._num_kills_for_memory, self._stays = num_kills_for_memory(), order.job.call is None
         sources = place_code(order.code, self._scratch)
-        if self._logs is None and (folder := job.log_folder(order.job.settings, order.job.gang)) is not None:
-            self._logs = LogFiles(folder, functools.partial(self._say_line, order.places[0].rank))
         self._heartbeat_interval = heartbeat_interval(order.places[0], order.job.pulse)
         self._heartbeat_at = min(self._heartbeat_at, time.monotonic() + self._heartbeat_interval)
         for place in order.places:
-            rank = self._fork(place, order.job.attempt)
+            rank = self._fork(place)
             environment = job.environment(os.environ, place, order.job, self._interface, self._scratch)
             asked = RankOrder(
                 place=place,
@@ -193,18 +188,16 @@ class _Agent:
         folder = self._order.folder
         return str(folder) if folder is not None and os.access(folder, os.W_OK) else None
 
-    def _fork(self, place: Place, attempt: int) -> Rank:
+    def _fork(self, place: Place) -> Rank:
         mine, theirs = Pipe()
-        copies = self._logs.copies(attempt, place.rank) if self._logs is not None else [lambda _: None]
-        outputs, outputs_of_rank = open_pipes(copies)
-        rank = Rank(place=place, attempt=attempt, channel=mine, outputs=outputs)
+        output, output_of_rank = os.pipe()
+        rank = Rank(place=place, channel=mine, output=Output(output))
         self._ranks[place.local_rank], self._watched = rank, None  # closed with the agent in any case
         try:
-            self._server.spawn(place.local_rank, theirs.fileno(), *outputs_of_rank)
+            self._server.spawn(place.local_rank, theirs.fileno(), output_of_rank)
         finally:
             theirs.close()
-            for output in outputs_of_rank:
-                os.close(output)
+            os.close(output_of_rank)
         return rank
 
     def _stop(self, asked: messages.Stop) -> None:
@@ -215,10 +208,6 @@ class _Agent:
 
     def _say(self, message: messages.FromAgent) -> None:
         self._driver.send(message)
-
-    def _say_line(self, rank: int, line: str) -> None:
-        with contextlib.suppress(OSError):  # the driver has ended
-            self._say(messages.Lines(rank, [line]))
 
     def _keep_time(self) -> None:
         now = time.monotonic()
@@ -260,12 +249,12 @@ class _Agent:
             (rank.num_moves,) = messages.NUM_MOVES.unpack(report)
             return
         if self._stays:  # the output of a call comes before its end
-            self._note_lines(rank, rank.take_lines())
+            self._note_lines(rank, rank.output.read_lines())
         self._say(messages.Reported(rank.place.rank, report))
 
-    def _relay_output(self, rank: Rank, output: Output) -> None:
-        self._note_lines(rank, output.read_lines())
-        if not output.is_open:
+    def _relay_output(self, rank: Rank) -> None:
+        self._note_lines(rank, rank.output.read_lines())
+        if not rank.output.is_open:
             self._watched = None
 
     def _note_lines(self, rank: Rank, lines: list[str]) -> None:
@@ -282,7 +271,7 @@ class _Agent:
     def _tell_exit(self, rank: Rank, exitcode: int) -> None:
         while not rank.channel.closed and rank.channel.poll():
             self._relay_reports(rank)
-        for lines in rank.remaining_lines():
+        for lines in rank.output.remaining_lines():
             self._note_lines(rank, lines)
         self._say(
             messages.Exited(
@@ -291,7 +280,6 @@ class _Agent:
                 stopped=rank.kill_at is not None and exitcode in (job.STOPPED, -signal.SIGKILL),
                 out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
                 log_tail=rank.log_tail,
-                log_folder=self._logs.place(rank.attempt, rank.place.rank) if self._logs is not None else "",
                 time=time.time(),
                 watchdog=rank.watchdog if exitcode == -signal.SIGABRT else "",
             )

@@ -43,9 +43,9 @@ class ForkServerClient:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def spawn(self, key: int, channel: int, *outputs: int) -> None:
+    def spawn(self, key: int, channel: int, output: int) -> None:
         try:
-            socket.send_fds(self._socket, [json.dumps([key, fork_server.SPAWN]).encode()], [channel, *outputs])
+            socket.send_fds(self._socket, [json.dumps([key, fork_server.SPAWN]).encode()], [channel, output])
         except ConnectionError as error:
             raise self._ended() from error
 

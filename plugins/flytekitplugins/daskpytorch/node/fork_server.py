@@ -126,7 +126,7 @@ class _Server:
 
     def _serve_client(self, client: _Client) -> None:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(client.sock, MAX_PACKET, 3)
+            packet, descriptors, _, _ = socket.recv_fds(client.sock, MAX_PACKET, 2)
         except ConnectionResetError:  # the client closed the connection with exits unread
             packet, descriptors = b"", []
         if not packet:
@@ -173,9 +173,9 @@ class _Server:
         with contextlib.suppress(OSError):  # the agent has ended, and the end-of-file that follows drops the client
             client.sock.send(json.dumps(event).encode())
 
-    def _run_rank(self, server_pid: int, channel: int, *outputs: int) -> NoReturn:
+    def _run_rank(self, server_pid: int, channel: int, output: int) -> NoReturn:
         try:
-            self._become_rank(server_pid, outputs)
+            self._become_rank(server_pid, output)
             seed_anew()
             self._leisure.watch_for_training()
             to_agent = Connection(channel)
@@ -196,7 +196,7 @@ class _Server:
         for end in (self._control, *(client.sock for client in self._clients)):
             end.close()
 
-    def _become_rank(self, server_pid: int, outputs: Sequence[int]) -> None:
+    def _become_rank(self, server_pid: int, output: int) -> None:
         os.setsid()
         self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # at the server's end, also after `exec` of another program
         if os.getppid() != server_pid:  # the server ended before the line above
@@ -205,10 +205,9 @@ class _Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored (see `_be_rank`)
         self._close_inherited()
-        os.dup2(outputs[0], 1)
-        os.dup2(outputs[-1], 2)
-        for output in outputs:
-            os.close(output)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 

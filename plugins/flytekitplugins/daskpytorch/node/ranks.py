@@ -1,89 +1,16 @@
-"""An agent's record of a rank: channel, lines of output, and log files. Runs in agents.
-
-Log files have the names of `torchrun --log-dir`: <log_dir>/<gang>/attempt_<n>/<rank>/stdout.log, stderr.log
-"""
+"""An agent's record of a rank: its channel and its lines of output. Runs in agents."""
 
 import codecs
-import functools
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
-from pathlib import Path
 
-from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.failure import is_of_watchdog
 from flytekitplugins.daskpytorch.protocol.placement import Place
-
-STREAMS = ("stdout", "stderr")
-MAX_WAITING = 1024
-CLOSE_TIMEOUT = 5.0
-TOO_SLOW = "the disk is too slow for the ranks' output"
-
-Copy = Callable[[bytes], None]
-
-
-class LogFiles:
-    """Writes ranks' output to files, in a thread, since a slow disk must not delay the agent.
-
-    The first error ends all files of the node, with one message to `tell`. The ranks train on.
-    """
-
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._tell = tell
-        self._worker = Worker(name="logs")
-        self._has_failed = False
-
-    def copies(self, attempt: int, rank: int) -> list[Copy]:
-        folder = self._of_rank(attempt, rank)
-        return [functools.partial(self._write, folder / f"{stream}.log") for stream in STREAMS]
-
-    def place(self, attempt: int, rank: int) -> str:
-        """Return the folder of a rank's log files, or "" after an error."""
-        return "" if self._has_failed else str(self._of_rank(attempt, rank))
-
-    def close(self) -> None:
-        self._worker.flush(CLOSE_TIMEOUT)
-
-    def _of_rank(self, attempt: int, rank: int) -> Path:
-        return self._folder / f"attempt_{attempt}" / str(rank)
-
-    def _write(self, file: Path, data: bytes) -> None:
-        if len(self._worker.jobs) >= MAX_WAITING:
-            self._fail(TOO_SLOW)
-        if self._has_failed:
-            return
-        try:
-            self._worker.submit(functools.partial(self._append, file, data), self._give_up)
-        except RuntimeError as error:  # the process can start no thread, which must not end the agent
-            self._fail(str(error))
-
-    def _append(self, file: Path, data: bytes) -> None:
-        if not self._has_failed:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("ab") as opened:
-                opened.write(data)
-
-    def _give_up(self, error: Exception, *_: float) -> bool:
-        self._fail(str(error))
-        return True
-
-    def _fail(self, reason: str) -> None:
-        if self._has_failed:
-            return
-        self._has_failed = True
-        self._tell(
-            f"Gang(log_dir=...): the log files in {self._folder} on {os.uname().nodename} end here: {reason}. The "
-            "training goes on, and the driver's log has all output. Check the disk's space and the folder's owner"
-        )
-
-
-# ---- Log files
-
 
 TAIL_LINES = 40
 TAIL_SIZE = 16 << 10
@@ -117,10 +44,9 @@ class LineSplitter:
 
 
 class Output:
-    def __init__(self, descriptor: int, copy: Copy) -> None:
+    def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
-        self._copy = copy
         self._lines = LineSplitter()
         self.is_open = True
 
@@ -131,9 +57,7 @@ class Output:
             data = os.read(self.descriptor, 1 << 16)
         except BlockingIOError:
             return []
-        if data:
-            self._copy(data)
-        else:
+        if not data:
             self.close()
         return self._lines.feed(data)
 
@@ -141,21 +65,18 @@ class Output:
         if self.is_open:
             self.is_open = False
             os.close(self.descriptor)
-            self._copy(b"")
 
-
-def open_pipes(copies: Sequence[Copy]) -> tuple[list[Output], list[int]]:
-    pipes = [os.pipe() for _ in copies]
-    return [Output(end, copy) for (end, _), copy in zip(pipes, copies, strict=True)], [end for _, end in pipes]
+    def remaining_lines(self) -> Iterator[list[str]]:
+        """Yield the lines of each read, for a process that outlives the rank, and writes without a limit."""
+        while self.is_open and wait([self.descriptor], 0):
+            yield self.read_lines()
 
 
 @dataclass
 class Rank:
     place: Place
-    attempt: int
     channel: Channel
-    outputs: list[Output]
-    """One pipe for standard output and error together, or one for each if they have log files."""
+    output: Output
     num_moves: int | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     watchdog: str = ""
@@ -166,19 +87,6 @@ class Rank:
     def log_tail(self) -> str:
         return "\n".join(self.tail)[-TAIL_SIZE:]
 
-    def open_outputs(self) -> list[Output]:
-        return [output for output in self.outputs if output.is_open]
-
-    def take_lines(self) -> list[str]:
-        """Read each pipe once, so that a process that goes on writing cannot keep the agent here."""
-        return [line for output in self.open_outputs() for line in output.read_lines()]
-
-    def remaining_lines(self) -> Iterator[list[str]]:
-        """Yield the lines of each read, for a process that outlives the rank, and writes without a limit."""
-        for output in self.open_outputs():
-            while output.is_open and wait([output.descriptor], 0):
-                yield output.read_lines()
-
     def note(self, lines: list[str]) -> None:
         self.tail.extend(line[-TAIL_SIZE:] for line in lines[-TAIL_LINES:])
         # Stacks of all threads follow the watchdog's line, and push that line out of the tail.
@@ -186,5 +94,4 @@ class Rank:
 
     def close(self) -> None:
         self.channel.close()
-        for output in self.outputs:
-            output.close()
+        self.output.close()

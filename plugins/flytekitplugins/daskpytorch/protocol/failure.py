@@ -180,7 +180,6 @@ class RankExit:
     step: int | None = None
     agent_traceback: str | None = None
     watchdog: str = ""
-    log_folder: str = ""
     gpu: str = ""
 
     @property

@@ -147,7 +147,3 @@ def environment(
 def _own_store() -> tuple[str, int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return "127.0.0.1", server.getsockname()[1]
-
-
-def log_folder(settings: Gang, gang: str) -> Path | None:
-    return Path(settings.log_dir).expanduser().absolute() / gang if settings.log_dir is not None else None

@@ -59,8 +59,6 @@ class Shape:
     """The Dask workers, or the task's own node, each with the name of its host."""
     places: list[list[Place]]
     """The ranks of each node, in the order of `nodes`."""
-    log_folder: str | None = None
-    """Folder of the gang's log files, on the machine of each rank. None without `Gang(log_dir=...)`."""
 
     @property
     def world_size(self) -> int:

@@ -298,7 +298,6 @@ class Exited:
     log_tail: str
     time: float
     watchdog: str = ""
-    log_folder: str = ""
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,6 @@ class Shown:
             left |= self._storage
         if self.run is not None and self.run.newest_step() is not None:
             left["checkpoints"] = str(self.run.folder)
-        shape = self.state.shape
-        if shape is not None and shape.log_folder is not None and Path(shape.log_folder).is_dir():
-            left["logs"] = shape.log_folder
         for observer in self.observers:
             with contextlib.suppress(Exception):  # any exception of a user's observer
                 left |= observer.places()
