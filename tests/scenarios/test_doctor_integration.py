@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from distributed import Client
 
-from flytekitplugins.daskpytorch import doctor
+from flytekitplugins.daskpytorch import GangStartError, doctor
 from processes import Cluster, nothing_left_behind, run_program, start_worker, wait_for_workers
 
 COMMAND = ["-c", "import runpy; runpy.run_module('flytekitplugins.daskpytorch', run_name='__main__')"]
@@ -20,11 +21,10 @@ def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
     with nothing_left_behind():
         done = run_program([*COMMAND, "doctor", "--scheduler", cluster.address], cwd=tmp_path, env={"PATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
-    found = dict(re.findall(r"^ok +(\S.{0,27}?) {2,}(.*)$", done.stdout, re.MULTILINE))
+    found = dict(re.findall(r"^ok +(\S.{0,20}?) {2,}(.*)$", done.stdout, re.MULTILINE))
     assert found["GPUs"] == "none; ranks train on the CPU" or found["GPUs"].startswith("0: ")
-    assert found["scheduler"] == f"{cluster.address}, workers: 2"
-    assert found["ranks on this node"].startswith("2 ranks on ")
-    assert found["ranks on the cluster"].startswith("2 ranks on ")
+    assert found["ranks on this node"].startswith("2 on ")
+    assert found["ranks on the cluster"].startswith("2 on ")
 
 
 def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(
@@ -37,12 +37,11 @@ def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying
     free = tmp_path / "free"
     busy = client.map(work, [1, 2], pure=False)
     try:
-        *_, last = doctor.examine_cluster(cluster.address, 4.0)
+        with pytest.raises(GangStartError, match="only 0 of 2 workers started"):
+            doctor.try_cluster(cluster.address, 4.0)
     finally:
         free.touch()
     client.gather(busy)
-    assert (last.what, last.verdict) == ("ranks on the cluster", "problem")
-    assert "only 0 of 2 workers started" in last.value
 
 
 def test_a_worker_with_another_torch_is_named(cluster: Cluster, tmp_path: Path) -> None:
@@ -52,8 +51,7 @@ def test_a_worker_with_another_torch_is_named(cluster: Cluster, tmp_path: Path) 
     end_worker = start_worker(cluster.address, 2, tmp_path, {"PYTHONPATH": str(other.parent)})
     try:
         wait_for_workers(cluster.address, 3)
-        *_, last = doctor.examine_cluster(cluster.address, 60.0)
+        with pytest.raises(ValueError, match=r"has torch 0\.0\.1, this process"):
+            doctor.try_cluster(cluster.address, 60.0)
     finally:
         end_worker()
-    assert last.verdict == "problem"
-    assert "has torch 0.0.1, this process" in last.value

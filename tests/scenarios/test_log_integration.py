@@ -1,12 +1,9 @@
-"""The output of real ranks: objects only with JSON logs, and files by the names of `torchrun --log-dir`."""
+"""The output of real ranks: objects only with JSON logs."""
 
 import json
 from pathlib import Path
 
 from processes import SCRIPTS, nothing_left_behind, run_program
-
-# ---- JSON logs
-
 
 TASK = """
 import os
