@@ -77,11 +77,6 @@ def test_it_travels_without_its_client_and_hides_its_secret() -> None:
     assert "hush" not in repr(folder._source.here.bucket.access)
 
 
-def test_an_unknown_profile_is_named() -> None:
-    with pytest.raises(ValueError, match=r"\(nope\) could not be found: add the profile to ~/.aws/config"):
-        data.S3ImageFolder("b", "p", storage_options={"profile": "nope"} | PLACE)
-
-
 def test_no_credentials_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)

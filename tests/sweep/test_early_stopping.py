@@ -2,10 +2,7 @@
 
 import math
 import pickle
-from concurrent.futures import CancelledError
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -13,13 +10,9 @@ from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep.early_stopping import Rungs
-from flytekitplugins.daskpytorch.sweep.sweep import Sweep
 from told import To, record
 
 LOSS = EarlyStopping(metric="loss", reduction_factor=2)
-
-
-STOPPED = StoppedEarlyError("experiment 0 was stopped early", epoch=2, metric="loss", value=6.0)
 
 
 class Models:
@@ -27,8 +20,8 @@ class Models:
 
     def __init__(self, settings: EarlyStopping = LOSS, num_models: int = 4) -> None:
         self.said: list[str] = []
-        self.all = all_models = Rungs(settings, num_models)
-        self.judges = [all_models.watch(index, self.said.append) for index in range(num_models)]
+        rungs = Rungs(settings, num_models)
+        self.judges = [rungs.watch(index, self.said.append) for index in range(num_models)]
 
     def log(self, model: int, **metrics: Any) -> bool:
         """Whether the model goes on after such a record."""
@@ -73,17 +66,6 @@ def test_the_least_accurate_stop_first_without_a_mode() -> None:
     models = Models(EarlyStopping(metric="val_accuracy", reduction_factor=2))
     assert all(models.log(index, epoch=1, val_accuracy=value) for index, value in enumerate((0.1, 0.5)))
     assert not models.log(2, epoch=1, val_accuracy=0.2)
-
-
-@pytest.mark.parametrize("error", [ValueError("diverged"), CancelledError(), STOPPED, None])
-def test_values_of_a_model_that_failed_or_was_cancelled_stop_no_other(error: Exception | None) -> None:
-    models = Models()
-    sweep: Any = SimpleNamespace(board=mock.Mock(), rungs=models.all)
-    assert models.log(0, epoch=1, loss=0.1)
-    Sweep.tell(sweep, mock.Mock(index=0), error)
-    Sweep.tell(sweep, mock.Mock(index=3), error)  # which has not logged
-    assert models.log(1, epoch=1, loss=0.5) == (error not in (STOPPED, None))
-    assert not models.log(2, epoch=1, loss=0.6)
 
 
 def test_the_first_at_a_rung_goes_on_however_bad_and_so_do_those_that_are_better() -> None:

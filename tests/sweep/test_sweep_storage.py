@@ -121,18 +121,6 @@ def test_an_address_that_is_none_is_named_with_the_setting() -> None:
         SweepStorage("s3://not-there", "grid").open(train, [Experiment(0.1)])
 
 
-@pytest.mark.parametrize("file", ["outcome.pkl", "begun.pkl", "call.pkl"])
-def test_what_is_torn_is_passed_over(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    storage = SweepStorage(str(tmp_path), "grid")
-    leave(storage, [1])
-    model_of(storage, 0, 1).note_progress()
-    torn = next((tmp_path / "grid").rglob(file))
-    torn.write_bytes(torn.read_bytes()[:-9])
-    kept = SweepStorage(str(tmp_path), "grid").open(train, [1])
-    assert kept[0].has_ended == (file != "outcome.pkl")
-    assert f"{torn} is cut short" in capsys.readouterr().err
-
-
 def test_storage_that_fails_harms_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, said = SweepStorage(str(tmp_path), "grid"), []
     monkeypatch.setattr(storage.files, "write", lambda *_: _raise(OSError("full")))
@@ -203,7 +191,7 @@ def test_arguments_that_are_bound_to_the_function_belong_to_it(tmp_path: Path) -
         SweepStorage(str(tmp_path), "grid").open(functools.partial(train, hp={"epochs": 5}), [1])
 
 
-def test_what_needs_a_class_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_unpickled_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(SweepStorage(str(tmp_path), "grid"), [Opaque(1)])
     monkeypatch.delattr(f"{__name__}.Opaque")
     with pytest.raises(

@@ -259,15 +259,8 @@ class Access:
 
     def session(self) -> Any:
         import botocore.session
-        from botocore.exceptions import ProfileNotFound
 
         session = botocore.session.Session(profile=self.profile)
-        try:
-            session.get_scoped_config()
-        except ProfileNotFound as error:
-            raise ValueError(
-                f"{error}: add the profile to ~/.aws/config, or name another (profile, AWS_PROFILE)"
-            ) from None
         # The parsing of timestamps takes two thirds of a long listing's time. Botocore's credentials take texts, too.
         session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
         if self.key is not None:

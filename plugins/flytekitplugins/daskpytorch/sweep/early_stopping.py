@@ -5,6 +5,7 @@ Each gang has a judge, which runs on the thread of the gang's supervisor.
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
 from collections import Counter, defaultdict
@@ -28,8 +29,8 @@ class Rungs:
         self.mode = settings.mode or direction_of(settings.metric)
         self.is_metric_known = False
         self._lock = threading.Lock()
-        self._values: defaultdict[int, dict[int, float]] = defaultdict(dict)
-        """By rung and model. Low values are good."""
+        self._values: defaultdict[int, list[float]] = defaultdict(list)
+        """By rung. Low values are good."""
         self._num_passed: Counter[int] = Counter()
         """Number of rungs that each model has reached."""
 
@@ -46,19 +47,14 @@ class Rungs:
             while epoch >= settings.grace_period * settings.reduction_factor ** self._num_passed[index]:
                 if math.isnan(value):
                     return True
+                signed = value if self.mode == "min" else -value
                 rung = self._values[self._num_passed[index]]
-                rung[index] = value if self.mode == "min" else -value
+                bisect.insort(rung, signed)
                 self._num_passed[index] += 1
                 num_best = max(1, len(rung) // settings.reduction_factor)
-                if rung[index] > sorted(rung.values())[num_best - 1]:
+                if signed > rung[num_best - 1]:
                     return True
         return False
-
-    def withdraw(self, index: int) -> None:
-        """Remove the values of a model that failed or was cancelled."""
-        with self._lock:
-            for rung in self._values.values():
-                rung.pop(index, None)
 
     def claim_notice(self) -> bool:
         with self._lock:

@@ -260,7 +260,7 @@ class ModelFutures(Futures[ModelFuture]):
         for model in list(models):
             self._waiting.remove(model)
             model.line.on_event(journal.Ended.by(error))
-            self._sweep.tell(model, error)
+            self._sweep.board.count(model.index, error)
             if model.future.set_running_or_notify_cancel():
                 model.future.set_exception(error)
 
@@ -285,7 +285,7 @@ class ModelFutures(Futures[ModelFuture]):
             model.settle(result, error)
 
     def _note_end(self, model: Model, error: BaseException | None, result: Any) -> None:
-        self._sweep.tell(model, error)
+        self._sweep.board.count(model.index, error)
         with self._changed:
             self._allotment.release(model)
             self._changed.notify_all()

@@ -99,7 +99,7 @@ class SweepStorage:
             say(f"{failed} ({type(error).__name__}: {error}); a repeated call trains them again")
 
     def _known_keys(self) -> dict[Any, tuple[str, bytes]]:
-        return (self._read(KEYS) or {}) if KEYS in self.files.below(self.folder) else {}
+        return self._read(KEYS) if KEYS in self.files.below(self.folder) else {}
 
     def model(self, index: int, about: Callable[[], dict[str, Any]]) -> ModelStorage:
         return ModelStorage(files=self.files, folder=f"{self.folder}/{index}", about=about)
@@ -109,16 +109,14 @@ class SweepStorage:
             return dict(zip(names, readers.map(self._read, names), strict=True))
 
     def _read(self, name: str) -> Any:
-        """Return None for a truncated file, as in stores without atomic writes."""
         data = self.files.read(f"{self.folder}/{name}")
         try:
             return pickle.loads(data)  # noqa: S301 - from our own sweeps, in the user's storage
-        except (EOFError, pickle.UnpicklingError):
-            say(f"{self.folder}/{name} is cut short, as by a crash, and is not used: that model may train again")
         except Exception as error:  # unpickling a user's class may raise anything
             raise ValueError(
                 f"{self.folder}/{name} cannot be read ({type(error).__name__}: {error}): does its class still exist "
-                "under the same name? Restore the class, give this call another name, or remove that file."
+                "under the same name, and is the file whole? Restore the class, give this call another name, or remove "
+                "that file."
             ) from error
 
 

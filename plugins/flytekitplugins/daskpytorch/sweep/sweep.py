@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.driver.futures import GangFuture, GangFutures
 from flytekitplugins.daskpytorch.driver.received import ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request, request_for
 from flytekitplugins.daskpytorch.driver.storage import storage_of
-from flytekitplugins.daskpytorch.errors import GangStartError, StoppedEarlyError
+from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.process.streams import one_line, without_secrets
 from flytekitplugins.daskpytorch.protocol.code import Code, pack_code
@@ -127,11 +127,6 @@ class Sweep:
         """
         kept = model.kept
         return kept is not None and kept.has_ended and (kept.stopped is None or self.rungs is not None)
-
-    def tell(self, model: Model, error: BaseException | None) -> None:
-        self.board.count(model.index, error)
-        if self.rungs is not None and error is not None and not isinstance(error, StoppedEarlyError):
-            self.rungs.withdraw(model.index)
 
     @cached_property
     def _group(self) -> str:
