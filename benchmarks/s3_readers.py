@@ -34,7 +34,7 @@ Item = tuple[Tensor, int]
 
 
 def transform() -> Callable[[Any], Tensor]:
-    """Return a transform from a picture (PIL or tensor) to bytes, which the device converts to floats."""
+    """Return a transform from a PIL picture to bytes, which the device converts to floats."""
     return v2.Compose([v2.Resize(256), v2.CenterCrop(250), v2.ToImage(), v2.ToPureTensor()])
 
 
@@ -115,16 +115,15 @@ def local(source: Source) -> Dataset[Item]:
     return ImageFolder(source.folder, transform())
 
 
-def ours(source: Source, decoder: str) -> Dataset[Item]:
-    """Return an `S3ImageFolder` with this decoder."""
+def ours(source: Source, transform: Callable[[Any], Tensor]) -> Dataset[Item]:
+    """Return an `S3ImageFolder` with this transform."""
     from flytekitplugins.daskpytorch import data
 
     return data.S3ImageFolder(
         BUCKET,
         source.prefix,
-        transform(),
+        transform,
         storage_options={"endpoint_url": source.endpoint},
-        decoder=decoder,
         num_connections=NUM_CONNECTIONS,
     )
 
@@ -133,8 +132,8 @@ WAYS: dict[str, Callable[[Source], Dataset[Item]]] = {
     "forerunner": Forerunner,
     "connector": connector,
     "local": local,
-    "pil": lambda source: ours(source, "pil"),
-    "ahead": lambda source: ours(source, "tensor"),
+    "pil": lambda source: ours(source, transform()),
+    "ahead": lambda source: ours(source, v2.Compose([v2.PILToTensor(), transform()])),
 }
 
 

@@ -161,14 +161,14 @@ class TrainingResult:
 
 
 def transform(hp: Hyperparameters) -> Callable[[Any], Tensor]:
-    """Return a transform from a picture or image tensor of any size to a uint8 tensor of (3, crop, crop).
+    """Return a transform from a picture of any size to a uint8 tensor of (3, crop, crop).
 
     The device converts the bytes to floats, so transfers to the device are a quarter as large.
     """
     from torchvision.transforms import v2
 
     made: Callable[[Any], Tensor] = v2.Compose(
-        [v2.Resize(hp.resize, antialias=True), v2.CenterCrop(hp.crop), v2.ToImage(), v2.ToPureTensor()]
+        [v2.PILToTensor(), v2.Resize(hp.resize, antialias=True), v2.CenterCrop(hp.crop)]
     )
     return made
 

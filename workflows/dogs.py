@@ -277,7 +277,6 @@ def _open(folder: str, place: Place, hp: Hyperparameters) -> Pictures:
             transform=transfer.transform(hp),
             anon=place.anon,
             storage_options={"endpoint_url": place.endpoint_url or None},
-            decoder="tensor",
             on_error=hp.on_error,
         )
         listed.write_bytes(pickle.dumps(pictures))

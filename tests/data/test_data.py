@@ -44,13 +44,12 @@ def test_bucket_and_prefix_or_an_uri(place: tuple[str, ...]) -> None:
         (
             ("b",),
             {
-                "decoder": "cv2",
                 "on_error": "ignore",
                 "timeout": 0,
                 "num_connections": 0,
                 "num_retries": -1,
             },
-            r"\(decoder='cv2'\): .*\(on_error='ignore'.*num_connections=0.*timeout=0.*num_retries=-1",
+            r"\(on_error='ignore'.*num_connections=0.*timeout=0.*num_retries=-1",
         ),
         (
             ("b",),

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from flytekitplugins.daskpytorch import checks
@@ -30,10 +29,6 @@ from flytekitplugins.daskpytorch.data.rank_loader import ahead_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    Picture = Image | Tensor
-
-Decoder = Literal["pil", "tensor"]
-
 
 class BrokenImageError(ValueError):
     """A picture cannot be decoded, although it arrived undamaged from the bucket.
@@ -49,20 +44,8 @@ class BrokenImageError(ValueError):
     """
 
 
-def prepare(decoder: Decoder) -> None:
-    """Import the modules that a decoder needs, before threads decode. Imports in several threads may fail."""
-    import PIL.Image
-
-    PIL.Image.init()
-    if decoder != "pil":
-        import torchvision.transforms.functional  # noqa: F401
-
-
-def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
-    """Return the picture of a file in RGB, rotated as its EXIF data say. A tensor is uint8 of (3, height, width).
-
-    Raises `BrokenImageError`.
-    """
+def decode(body: bytes) -> Image:
+    """Return the picture of a file in RGB, rotated as its EXIF data say. Raises `BrokenImageError`."""
     from PIL import Image, ImageOps
 
     if not body:
@@ -70,10 +53,9 @@ def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
     try:
         picture = Image.open(io.BytesIO(body))  # reads the header only
         ImageOps.exif_transpose(picture, in_place=True)  # without `in_place` PIL copies the picture
-        upright = _as_rgb(picture)
+        return _as_rgb(picture)
     except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError) as error:
         raise BrokenImageError(f"{type(error).__name__}: {error} ({len(body)} bytes)") from error
-    return upright if decoder == "pil" else _as_tensor(upright)
 
 
 def _as_rgb(picture: Image) -> Image:
@@ -88,20 +70,12 @@ def _as_rgb(picture: Image) -> Image:
     return picture.convert("RGB")
 
 
-def _as_tensor(picture: Image) -> Tensor:
-    from torchvision.transforms.functional import pil_to_tensor
-
-    tensor: Tensor = pil_to_tensor(picture)
-    return tensor
-
-
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
-    "decoder": checks.one_of(*get_args(Decoder)),
     "on_error": checks.must_be("'raise', 'skip' or a function", callable, lambda value: value in ("raise", "skip")),
     "num_connections": WHOLE,
     "timeout": checks.SECONDS,
@@ -132,7 +106,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         >>> from torch.utils.data import DataLoader
         >>> from torchvision.transforms import v2
         >>> from flytekitplugins.daskpytorch import data
-        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", transform=v2.Resize((32, 32)), decoder="tensor")
+        >>> shape = v2.Compose([v2.PILToTensor(), v2.Resize((32, 32))])
+        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", transform=shape)
         >>> len(dogs), dogs.classes
         (8, ['beagle', 'collie'])
         >>> images, labels = next(iter(DataLoader(dogs, batch_size=4)))
@@ -152,7 +127,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         anon: bool = False,
         *,
         storage_options: Mapping[str, Any] | None = None,
-        decoder: Decoder = "pil",
         nested: bool = False,
         on_error: OnError = "raise",
         num_connections: int = 32,
@@ -164,14 +138,13 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         Args:
             s3_bucket: Name of the bucket, or URI of the whole folder, `s3://bucket/prefix`.
             s3_prefix: Folder in the bucket.
-            transform: Function of a picture that returns the data set's picture. One thread calls it, in order.
+            transform: Function of an upright `PIL.Image.Image` in RGB that returns the data set's picture. One thread
+                calls it, in order.
             target_transform: Function of a label that returns the data set's label.
             anon: True: read the bucket without credentials. False: use those of AWS's provider chain.
             storage_options: Options as in s3fs: `key`, `secret`, `token`, `profile`, `anon`, `endpoint_url`,
                 `region_name`. `endpoint_url` is the address of a server other than AWS, with the bucket in the URL's
                 path. Default: from the environment or the profile, else AWS.
-            decoder: Type of the pictures that transforms get. `pil`: a `PIL.Image.Image` in RGB. `tensor`: a uint8
-                tensor of (3, height, width). Both are upright.
             nested: True: also take pictures that are deeper than `prefix/class/picture`. False: deeper pictures are an
                 error, because folders such as `train` and `val` would become classes.
             on_error: Handling of a picture that cannot be decoded, has vanished, or arrives damaged after all retries.
@@ -199,7 +172,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         )
         self.transform = transform
         self.target_transform = target_transform
-        self._decoder: Decoder = decoder
         self._on_error = on_error
         self._source = _Source(bucket, access)
         listing = self._source.here.bucket.listing(f"{prefix}/" if prefix else "")
@@ -244,7 +216,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             BrokenImageError: All pictures of the batch were skipped, or one is broken and `on_error` is `raise`.
             OSError: A picture could not be read. The subclass says why.
         """
-        prepare(self._decoder)
+        from PIL import Image
+
+        Image.init()  # before threads decode: imports in several threads may fail
         bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
         outcomes = self._source.here.decoders.map(self._decode, indices, bodies)
         try:
@@ -264,26 +238,26 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def _fetch(self, index: int) -> bytes:
         return self._source.here.bucket.read(self._index.files[index])
 
-    def _decode(self, index: int, body: Future[bytes]) -> Picture | Exception:
+    def _decode(self, index: int, body: Future[bytes]) -> Image | Exception:
         try:
-            return decode(body.result(), self._decoder)
+            return decode(body.result())
         except BrokenImageError as error:
             return BrokenImageError(f"{self._uri(index)} cannot be decoded: {error}. on_error='skip' leaves it out")
         except OF_ONE_PICTURE as error:
             return error
 
-    def _judged(self, index: int, outcome: Picture | Exception) -> Picture | None:
+    def _judged(self, index: int, outcome: Image | Exception) -> Image | None:
         if not isinstance(outcome, Exception):
             return outcome
         if self._on_error == "raise":
             raise outcome
-        replacement: Picture | None = None
+        replacement: Image | None = None
         if callable(self._on_error):
             replacement = self._on_error(self.all_files[index], outcome)
         logger.warning("%s: %s", "skipped" if replacement is None else "replaced", outcome)
         return replacement
 
-    def _item(self, index: int, picture: Picture | None) -> tuple[Any, Any]:
+    def _item(self, index: int, picture: Image | None) -> tuple[Any, Any]:
         target = self.targets[index]
         return (
             picture if self.transform is None else self.transform(picture),
