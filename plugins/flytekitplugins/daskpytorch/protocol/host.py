@@ -142,21 +142,26 @@ def current_execution() -> Execution:
     """Return the execution that this process is part of, without an import of a host's package."""
     executions = [current() for current in _hosts]
     in_task = (each for each in executions if each.task is not None)
-    return next(itertools.chain(in_task, reversed(_known), executions), Execution())
+    return next(itertools.chain(in_task, (known() for known in reversed(_known)), executions), Execution())
+
+
+def know(current: Callable[[], Execution]) -> None:
+    """Let all threads of this process find an execution, as in a rank.
+
+    Threads do not inherit the context variables in which the host keeps the task.
+    """
+    _known.append(current)
 
 
 @contextlib.contextmanager
 def known_to_threads(execution: Execution | None = None) -> Iterator[None]:
-    """Let all threads find an execution, by default the present one, during a `with` block.
-
-    Threads do not inherit the context variables in which the host keeps the task.
-    """
+    """Let all threads find an execution, by default the present one, during a `with` block."""
     execution = execution or current_execution()
-    _known.append(execution)
+    know(known := lambda: execution)
     try:
         yield
     finally:
-        _known.remove(execution)
+        _known.remove(known)
 
 
 def provide(current: Callable[[], Execution]) -> None:
@@ -167,7 +172,7 @@ def provide(current: Callable[[], Execution]) -> None:
     _hosts.insert(0, current)
 
 
-_known: list[Execution] = []
+_known: list[Callable[[], Execution]] = []
 _hosts: list[Callable[[], Execution]] = []
 
 
