@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch import Observer, RankObserver, current_rank
 from flytekitplugins.daskpytorch.node.ranks import MAX_LINE, LineSplitter, Output, Rank
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
 from flytekitplugins.daskpytorch.rank.usage import Ledger
-from gangs import on_this_machine
+from gangs import Notes, on_this_machine
 
 
 class SlowTracker(RankObserver):
@@ -87,6 +87,15 @@ def test_a_restart_after_a_change_runs_the_code_that_the_gang_began_with(
     monkeypatch.setitem(sys.modules, "changes_later", module)
     [(text, path)] = on_this_machine(look_twice, file, num_ranks=1).result()
     assert (text, path == str(file)) == ("before", False)
+
+
+def quit_by_hand() -> None:
+    signal.raise_signal(signal.SIGQUIT)
+
+
+def test_a_rank_that_is_signalled_by_hand_has_its_stack_in_its_log() -> None:
+    on_this_machine(quit_by_hand, num_ranks=1, observers=[notes := Notes()]).result()
+    assert notes.told("in quit_by_hand")
 
 
 # ---- Output ----------------------------------------------------------------------------------------------------------

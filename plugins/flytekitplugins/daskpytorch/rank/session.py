@@ -170,9 +170,11 @@ def send_collectives(link: GangLink) -> None:
 
 
 def expect_questions() -> None:
-    """Also, a crash in C writes all stacks to the log."""
+    """Also, SIGQUIT writes the main thread's stack to the log, a crash in C all stacks."""
     global _stacks_file
     faulthandler.enable()
+    # A signal handler that reads other threads' frames while they change may crash (python/cpython#116008).
+    faulthandler.register(signal.SIGQUIT, all_threads=False)
     _stacks_file = os.memfd_create("stacks")
 
 
