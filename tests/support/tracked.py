@@ -1,11 +1,7 @@
-"""Reads what MLflow and TensorBoard have been told, by their own libraries."""
+"""Reads what MLflow and TensorBoard have been told, by their own libraries: imported late, since that takes seconds."""
 
 from pathlib import Path
 from typing import Any
-
-from mlflow import MlflowClient
-from tensorboard.backend.event_processing import plugin_event_accumulator
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flytekitplugins.daskpytorch import MLflow
 
@@ -14,6 +10,8 @@ class Flow:
     """One experiment of the database."""
 
     def __init__(self, store: Path, name: str) -> None:
+        from mlflow import MlflowClient
+
         self.client = MlflowClient(tracking_uri=f"sqlite:///{store}/mlflow.db")
         self.name = name
         self.store = store
@@ -30,7 +28,9 @@ class Flow:
         return sorted((m.step, m.value) for m in self.client.get_metric_history(run.info.run_id, key))
 
 
-def events(folder: Path) -> EventAccumulator:
+def events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     found = EventAccumulator(str(folder))
     found.Reload()
     return found
@@ -41,6 +41,8 @@ def scalars(folder: Path, tag: str = "loss") -> list[tuple[int, float]]:
 
 
 def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
+    from tensorboard.backend.event_processing import plugin_event_accumulator
+
     found = plugin_event_accumulator.EventAccumulator(str(folder))  # the other one takes no texts back
     found.Reload()
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors(f"{tag}/text_summary")]

@@ -4,10 +4,11 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +23,17 @@ if missing := [package for package in ("datasets", "peft", "trl") if find_spec(p
 
 from safetensors.torch import load_file
 
-from tasks import finetuning, stream_trainer
-
 HP = {"steps": 8, "batch_size": 4, "checkpoint_interval": 4, "num_held_out": 8}
 
 
+@pytest.fixture(scope="module")
+def finetuning() -> ModuleType:
+    """Imported here: its libraries take seconds, which no other file's tests shall wait for."""
+    return import_module("tasks.finetuning")
+
+
 @pytest.mark.slow
-def test_the_workflow_returns_an_adapter_that_peft_loads(tmp_path: Path) -> None:
+def test_the_workflow_returns_an_adapter_that_peft_loads(finetuning: ModuleType, tmp_path: Path) -> None:
     once = json.dumps(HP | {"checkpoint_interval": HP["steps"]})  # one evaluation
     run = Run.of("finetune", tmp_path, "first", "--hp", once, env={"WANDB_MODE": "disabled"})
     assert run.has_trained
@@ -49,6 +54,8 @@ def test_the_workflow_returns_an_adapter_that_peft_loads(tmp_path: Path) -> None
 
 def tune(data: str, folder: str, kills_at: int) -> None:
     """Fine-tune in a rank, and note its examples in a file of the attempt. Rank 1 is killed once, in a step."""
+    from tasks import finetuning, stream_trainer
+
     rank, place = current_rank(), Path(folder)
     is_first = not (place / "killed").exists()
 
@@ -82,7 +89,9 @@ def test_a_gang_whose_rank_is_killed_goes_on_with_the_next_example(tmp_path: Pat
     assert len(set(batches)) == 16
 
 
-def test_a_position_holds_for_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_position_holds_for_another_number_of_ranks(finetuning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream_trainer = import_module("tasks.stream_trainer")
+
     def share(rank: int, world_size: int, state: dict[str, Any] | None, num_batches: int) -> tuple[list[str], Any]:
         monkeypatch.setattr(stream_trainer, "current_rank", lambda: SimpleNamespace(rank=rank, world_size=world_size))
         stream = finetuning.split(finetuning.open_stream(""), 0.1)[0].repeat(None)
@@ -112,7 +121,7 @@ def test_a_position_holds_for_another_number_of_ranks(monkeypatch: pytest.Monkey
     ],
 )
 def test_data_that_cannot_be_trained_on_are_refused_with_the_values(
-    content: str | None, said: str, tmp_path: Path
+    content: str | None, said: str, finetuning: ModuleType, tmp_path: Path
 ) -> None:
     path = tmp_path / "data.jsonl"
     if content is not None:
@@ -121,13 +130,13 @@ def test_data_that_cannot_be_trained_on_are_refused_with_the_values(
         finetuning.open_stream(str(path))
 
 
-@pytest.mark.parametrize("load", [finetuning.check_model, finetuning.load_base])
-def test_a_model_that_is_not_there_is_named(load: Callable[[str], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", ["check_model", "load_base"])
+def test_a_model_that_is_not_there_is_named(load: str, finetuning: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no-model' cannot be loaded: .*folder by save_pretrained"):
-        load(str(tmp_path / "no-model"))
+        getattr(finetuning, load)(str(tmp_path / "no-model"))
 
 
-def test_a_folder_of_a_model_is_loaded(tmp_path: Path) -> None:
+def test_a_folder_of_a_model_is_loaded(finetuning: ModuleType, tmp_path: Path) -> None:
     for part in finetuning.load_base("", seed=3):
         part.save_pretrained(tmp_path)
     base, tokenizer = finetuning.load_base(str(tmp_path))
