@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.protocol.torch_parts import reduce_storage
 
 class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        return reduce_storage(obj, 1) or super().reducer_override(obj)
+        return reduce_storage(obj, 0) or super().reducer_override(obj)
 
 
 def through(value: Any) -> Any:

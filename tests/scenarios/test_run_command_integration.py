@@ -213,7 +213,7 @@ def test_ranks_train_on_one_of_two_dask_workers(cluster: Cluster) -> None:
         (["--nproc", "0", "train.py"], "a whole number from 1"),
         (["--env", "LR", "train.py"], "must be NAME=VALUE"),
         (["--hang-timeout", "soon", "train.py"], "must be auto, none or seconds"),
-        (["--standalone", "train.py"], "No such option"),
+        (["--gpus", "2", "train.py"], "No such option"),
         (["train.pyc"], "null bytes"),
         ([], "Missing argument 'PROGRAM'"),
     ],

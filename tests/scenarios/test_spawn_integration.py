@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def test_what_a_rank_is_given_and_gives(project: Path) -> None:
     assert 'class="dpt-card dpt-chart"' in done.deck  # what it logged
     checkpoints = f"{done.folder}/checkpoint/daskpytorch/gang"
     assert f"forked: its checkpoints: {checkpoints}\n" in done.output
-    assert re.search(rf"<td>checkpoints</td><td><a [^>]*>{checkpoints}</a>", done.deck)
+    assert f"<td>checkpoints</td><td>{checkpoints}</td>" in done.deck
     uploaded = done.outputs["file"].scalar.blob.uri
     assert uploaded.startswith(str(done.folder / "raw"))
     assert Path(uploaded).read_text() == "hello from rank 0"

@@ -132,13 +132,12 @@ def sharded_classes() -> tuple[type, ...]:
 def reduce_storage(storage: object, at_least: int) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """Pickle a large storage in main memory without copies. None leaves it to torch's own pickling.
 
-    Torch's own pickling copies each storage twice on each side, and again for each tensor that shares it. The unpickled
-    storage cannot be resized.
+    Torch's own pickling copies each storage twice on each side. The unpickled storage cannot be resized.
     """
     import torch
 
     if isinstance(storage, torch.storage.TypedStorage):
-        raw = storage._untyped_storage  # noqa: SLF001 - torch warns about every other access
+        raw = _untyped(storage)
         return (_typed, (raw, storage.dtype)) if raw.device.type == "cpu" and raw.nbytes() >= at_least else None
     if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu" and storage.nbytes() >= at_least:
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
@@ -146,13 +145,22 @@ def reduce_storage(storage: object, at_least: int) -> tuple[Callable[..., Any], 
     return None
 
 
-def _raw(memory: bytearray | memoryview) -> torch.UntypedStorage:
+def _typed(raw: torch.TypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    return _of_type(_untyped(raw), dtype)
+
+
+def _untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    return storage._untyped_storage  # noqa: SLF001 - torch warns about every other access
+
+
+def _raw(memory: bytearray | memoryview) -> torch.TypedStorage:
     import torch
 
-    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, device="cpu")
+    return _of_type(tensor.untyped_storage(), torch.uint8)
 
 
-def _typed(raw: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+def _of_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     import torch
 
-    return torch.TypedStorage(wrap_storage=raw, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
