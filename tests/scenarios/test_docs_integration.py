@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("weed", "one_fork_server")  # the server be
 
 
 def run_warm(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """What becomes of a command of Python's, without what each of them would import first."""
+    """Exit code and output of a command, whose program starts in a process that has the imports already."""
     program, *arguments = command
     with nothing_left_behind():
         return run_program(arguments if program == "python" else [SCRIPTS / program, *arguments], cwd=cwd)

@@ -51,7 +51,7 @@ class Swept(Run):
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """What the script printed, as values; files are paths."""
+        """Values that the script printed; files are paths."""
         found = re.search(r"^PetNames\w+\((.*)\)$", self.done.stdout, re.MULTILINE)
         assert found, self.done.stdout + self.done.stderr
         quoted = re.sub(r"(?<![\w'])(/[^\s,\])]+)", r"'\1'", found[1])

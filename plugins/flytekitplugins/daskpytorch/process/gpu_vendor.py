@@ -1,4 +1,4 @@
-"""What NVIDIA's and AMD's GPUs differ in: driver, variables, and the library that knows a GPU. Runs everywhere.
+"""GPU vendors, NVIDIA and AMD: their drivers, variables, and the library that knows a GPU. Runs everywhere.
 
 Only this file imports `pynvml` (nvidia-ml-py) and `amdsmi` (of ROCm). A container without the driver capability
 `utility` lacks NVML's library. Without its library, a GPU has no known faults and no known usage.
@@ -33,7 +33,7 @@ class GpuLostError(Exception):
 
 
 class Nvidia:
-    library, tool, reset = "NVML", "nvidia-smi", "nvidia-smi --gpu-reset"
+    title, tool, reset = "NVML", "nvidia-smi", "nvidia-smi --gpu-reset"
 
     def visible(self) -> list[str]:
         return listed(VISIBLE)
@@ -76,7 +76,7 @@ class Nvidia:
 
 
 class Amd:
-    library, tool, reset = "AMD SMI", "amd-smi", "amd-smi reset --gpureset"
+    title, tool, reset = "AMD SMI", "amd-smi", "amd-smi reset --gpureset"
 
     def visible(self) -> list[str]:
         return listed(OF_HIP) or listed(VISIBLE)
@@ -119,18 +119,18 @@ def vendor_here() -> Nvidia | Amd:
 
 def usage(uuid: str) -> tuple[int | None, float | None]:
     """Return bytes in use, and the share of time (0 to 1) with work lately. None: unknown."""
-    library = vendor_of(uuid)
+    vendor = vendor_of(uuid)
     with contextlib.suppress(GpuLostError):
-        if (gpu := library.find(uuid)) is not None:
-            return library.usage(gpu)
+        if (gpu := vendor.find(uuid)) is not None:
+            return vendor.usage(gpu)
     return None, None
 
 
 def faults_of(uuid: str) -> list[str]:
-    library = vendor_of(uuid)
+    vendor = vendor_of(uuid)
     try:
-        gpu = library.find(uuid)
-        return [] if gpu is None else list(library.faults(gpu))
+        gpu = vendor.find(uuid)
+        return [] if gpu is None else list(vendor.faults(gpu))
     except GpuLostError as error:
         return [str(error)]
 

@@ -45,7 +45,7 @@ class GpuCheck:
         try:
             found = self._faults.result(DRIVER_TIMEOUT)
         except TimeoutError:
-            asked = f"{self._vendor.library}, the driver's library, did not answer within {DRIVER_TIMEOUT:g} s"
+            asked = f"{self._vendor.title}, the driver's library, did not answer within {DRIVER_TIMEOUT:g} s"
             found = [f"{asked} ({self._vendor.tool} may hang, too)"]
         if found:
             raise self._fault("; ".join(found))
