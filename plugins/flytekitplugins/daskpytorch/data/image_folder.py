@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from flytekitplugins.daskpytorch import checks
@@ -44,7 +48,7 @@ class BrokenImageError(ValueError):
     """
 
 
-def decode(body: bytes) -> Image:
+def decode(body: bytes, decoder: Decoder) -> Image | Tensor:
     """Return the picture of a file in RGB, rotated as its EXIF data say. Raises `BrokenImageError`."""
     from PIL import Image, ImageOps
 
@@ -52,10 +56,26 @@ def decode(body: bytes) -> Image:
         raise BrokenImageError("it is empty (0 bytes)")
     try:
         picture = Image.open(io.BytesIO(body))  # reads the header only
+        if decoder == "tensor" and picture.format == "JPEG" and picture.mode != "CMYK" and (quick := _torchcodec()):
+            tensor: Tensor = quick(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+            return tensor
         ImageOps.exif_transpose(picture, in_place=True)  # without `in_place` PIL copies the picture
-        return _as_rgb(picture)
+        upright = _as_rgb(picture)
+        return upright if decoder == "pil" else torch.from_numpy(np.array(upright)).permute(2, 0, 1)
     except (OSError, SyntaxError, ValueError, RuntimeError, EOFError, Image.DecompressionBombError) as error:
         raise BrokenImageError(f"{type(error).__name__}: {error} ({len(body)} bytes)") from error
+
+
+@functools.cache
+def _torchcodec() -> Callable[[Tensor], Any] | None:
+    try:
+        from torchcodec.decoders import decode_jpeg  # type: ignore[attr-defined, unused-ignore]
+    except ModuleNotFoundError:
+        return None
+    except (ImportError, OSError, RuntimeError) as error:  # its libraries are built for another torch
+        logger.warning("PIL decodes the pictures, since torchcodec cannot: %s", str(error).splitlines()[0])
+        return None
+    return functools.partial(decode_jpeg, mode="RGB")
 
 
 def _as_rgb(picture: Image) -> Image:
@@ -72,10 +92,12 @@ def _as_rgb(picture: Image) -> Image:
 
 logger = logging.getLogger(__name__)
 
+Decoder = Literal["pil", "tensor"]
 OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
+    "decoder": checks.must_be("'pil' or 'tensor'", lambda value: value in ("pil", "tensor")),
     "on_error": checks.must_be("'raise', 'skip' or a function", callable, lambda value: value in ("raise", "skip")),
     "num_connections": WHOLE,
     "timeout": checks.SECONDS,
@@ -106,8 +128,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         >>> from torch.utils.data import DataLoader
         >>> from torchvision.transforms import v2
         >>> from flytekitplugins.daskpytorch import data
-        >>> shape = v2.Compose([v2.PILToTensor(), v2.Resize((32, 32))])
-        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", transform=shape)
+        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", transform=v2.Resize((32, 32)), decoder="tensor")
         >>> len(dogs), dogs.classes
         (8, ['beagle', 'collie'])
         >>> images, labels = next(iter(DataLoader(dogs, batch_size=4)))
@@ -128,6 +149,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         *,
         storage_options: Mapping[str, Any] | None = None,
         nested: bool = False,
+        decoder: Decoder = "pil",
         on_error: OnError = "raise",
         num_connections: int = 32,
         timeout: float = 30.0,
@@ -138,8 +160,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         Args:
             s3_bucket: Name of the bucket, or URI of the whole folder, `s3://bucket/prefix`.
             s3_prefix: Folder in the bucket.
-            transform: Function of an upright `PIL.Image.Image` in RGB that returns the data set's picture. One thread
-                calls it, in order.
+            transform: Function of an upright picture in RGB that returns the data set's picture. One thread calls it,
+                in order.
             target_transform: Function of a label that returns the data set's label.
             anon: True: read the bucket without credentials. False: use those of AWS's provider chain.
             storage_options: Options as in s3fs: `key`, `secret`, `token`, `profile`, `anon`, `endpoint_url`,
@@ -147,6 +169,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 path. Default: from the environment or the profile, else AWS.
             nested: True: also take pictures that are deeper than `prefix/class/picture`. False: deeper pictures are an
                 error, because folders such as `train` and `val` would become classes.
+            decoder: Type of the decoded picture. `pil`: `PIL.Image.Image`. `tensor`: uint8 tensor of (3, height, width)
+                with the same pixels. Torchcodec from 0.16 on decodes JPEGs sooner, where it is installed.
             on_error: Handling of a picture that cannot be decoded, has vanished, or arrives damaged after all retries.
                 `raise`: raise the error. `skip`: leave the picture out of its batch. A function of key and error
                 returns a picture to use instead, or None to skip. Skipped and replaced pictures are logged.
@@ -172,7 +196,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         )
         self.transform = transform
         self.target_transform = target_transform
-        self._on_error = on_error
+        self._decoder, self._on_error = decoder, on_error
         self._source = _Source(bucket, access)
         listing = self._source.here.bucket.listing(f"{prefix}/" if prefix else "")
         self._index = ImageIndex.of(listing, bucket, prefix, nested=nested)
@@ -200,6 +224,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 picture.
             BrokenImageError: The picture cannot be decoded, even if `on_error` would skip it in a batch.
         """
+        self._import_decoder()
         index = range(len(self))[index]
         outcome = self._decode(index, self._source.here.readers.submit(self._fetch, index))
         picture = self._judged(index, outcome)
@@ -216,9 +241,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             BrokenImageError: All pictures of the batch were skipped, or one is broken and `on_error` is `raise`.
             OSError: A picture could not be read. The subclass says why.
         """
-        from PIL import Image
-
-        Image.init()  # before threads decode: imports in several threads may fail
+        self._import_decoder()
         bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
         outcomes = self._source.here.decoders.map(self._decode, indices, bodies)
         try:
@@ -238,26 +261,33 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
     def _fetch(self, index: int) -> bytes:
         return self._source.here.bucket.read(self._index.files[index])
 
-    def _decode(self, index: int, body: Future[bytes]) -> Image | Exception:
+    def _import_decoder(self) -> None:
+        from PIL import Image
+
+        Image.init()  # before threads decode: imports in several threads may fail
+        if self._decoder == "tensor":
+            _torchcodec()
+
+    def _decode(self, index: int, body: Future[bytes]) -> Image | Tensor | Exception:
         try:
-            return decode(body.result())
+            return decode(body.result(), self._decoder)
         except BrokenImageError as error:
             return BrokenImageError(f"{self._uri(index)} cannot be decoded: {error}. on_error='skip' leaves it out")
         except OF_ONE_PICTURE as error:
             return error
 
-    def _judged(self, index: int, outcome: Image | Exception) -> Image | None:
+    def _judged(self, index: int, outcome: Image | Tensor | Exception) -> Image | Tensor | None:
         if not isinstance(outcome, Exception):
             return outcome
         if self._on_error == "raise":
             raise outcome
-        replacement: Image | None = None
+        replacement: Image | Tensor | None = None
         if callable(self._on_error):
             replacement = self._on_error(self.all_files[index], outcome)
         logger.warning("%s: %s", "skipped" if replacement is None else "replaced", outcome)
         return replacement
 
-    def _item(self, index: int, picture: Image | None) -> tuple[Any, Any]:
+    def _item(self, index: int, picture: Image | Tensor | None) -> tuple[Any, Any]:
         target = self.targets[index]
         return (
             picture if self.transform is None else self.transform(picture),

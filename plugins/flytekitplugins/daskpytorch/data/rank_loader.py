@@ -374,8 +374,7 @@ class ReadAhead(Sampler[list[int]]):
         >>> from torch.utils.data import BatchSampler, DataLoader, RandomSampler
         >>> from torchvision.transforms import v2
         >>> from flytekitplugins.daskpytorch import data
-        >>> shape = v2.Compose([v2.PILToTensor(), v2.Resize((32, 32))])
-        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", transform=shape)
+        >>> dogs = data.S3ImageFolder("s3://pictures/dogs", transform=v2.Resize((32, 32)), decoder="tensor")
         >>> batches = BatchSampler(RandomSampler(dogs), batch_size=4, drop_last=False)
         >>> loader = DataLoader(dogs, batch_sampler=data.ReadAhead(batches, num_workers=2), num_workers=2)
         >>> [len(labels) for images, labels in loader]
