@@ -257,7 +257,7 @@ def test_a_rank_that_waits_for_the_best_alone_counts_as_silent(world_of: MakeWor
     assert world.state.attempt is None or world.state.attempt.hang is not None
 
 
-def test_a_training_without_checkpoints_gets_a_hint(world_of: MakeWorld) -> None:
+def test_a_training_without_checkpoints_is_told(world_of: MakeWorld) -> None:
     world = world_of()
     deliver(world)
     world.finish()

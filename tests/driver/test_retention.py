@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from flytekitplugins.daskpytorch import Keep
-from flytekitplugins.daskpytorch.driver.manifest import hint_of_metric, retained
+from flytekitplugins.daskpytorch.driver.manifest import lack_of_metric, retained
 
 
 @dataclass(frozen=True)
@@ -84,4 +84,4 @@ def test_what_stays_of_each_new_one_is_what_stays_of_all() -> None:
 def test_no_metric_is_missed_where_none_is_asked_for_or_one_has_it(
     keep: Keep, metrics: list[Mapping[str, float]]
 ) -> None:
-    assert hint_of_metric([Kept(step, each) for step, each in enumerate(metrics)], keep) is None
+    assert lack_of_metric([Kept(step, each) for step, each in enumerate(metrics)], keep) is None

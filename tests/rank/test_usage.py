@@ -1,6 +1,5 @@
 """The ledger of a rank's time assigns each second to one use."""
 
-import functools
 import math
 import queue
 import threading
@@ -19,7 +18,6 @@ from clock import Clock
 from flytekitplugins.daskpytorch.rank import usage
 from flytekitplugins.daskpytorch.rank.usage import Gauge, Ledger
 from flytekitplugins.daskpytorch.records import RankUsage
-from gangs import Notes, on_this_machine
 
 
 @pytest.fixture
@@ -209,17 +207,3 @@ def test_a_compilation_has_seconds_of_its_own() -> None:
     seconds = ledger.seconds()
     assert 0 < seconds["compiling"] == first["compiling"]
     assert min(seconds["stepping"], seconds["evaluation"]) > 0
-
-
-def train(*, together: bool) -> None:
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    if together:
-        torch.distributed.all_reduce(weight.grad)
-    torch.optim.SGD([weight]).step()
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_ranks_that_have_trained_without_any_collective_are_told(*, together: bool) -> None:
-    on_this_machine(functools.partial(train, together=together), observers=[notes := Notes()]).result()
-    assert bool(notes.told("without a single collective among 2 ranks")) is not together

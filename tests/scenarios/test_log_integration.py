@@ -15,7 +15,7 @@ from flytekit import task
 from flytekitplugins.daskpytorch import DaskDDP, Gang, Keep, current_rank
 
 
-@task(task_config=DaskDDP(gang=Gang(hints=False, keep=Keep(best=1, metric="loss"))))
+@task(task_config=DaskDDP(gang=Gang(keep=Keep(best=1, metric="loss"))))
 def train(folder: str) -> int:
     rank, died = current_rank(), Path(folder, "died")
     state = rank.checkpoint.load() or {"step": 0}

@@ -309,7 +309,7 @@ class World:
         what |= {"evaluation": EVALUATION if self.settings.evaluate is not None else None}
         request = Request(**what, settings=self.settings)
         self.register.launch(self.cluster.workers)
-        observers = Observers([self.watcher], name=request.name, hints=self.settings.hints, clock=self.clock)
+        observers = Observers([self.watcher], name=request.name, clock=self.clock)
         self.evaluations: list[Evaluation] = []
         gang = Assembled(
             request,

@@ -273,11 +273,6 @@ class Gang:
     `attach_timeout` is over. Other ranks stand still in their next collective, and all GPUs stay taken. The default
     process group's timeout is `attach_timeout` and an hour. Other groups keep torch's: ten minutes with NCCL.
     """
-    hints: bool = True
-    """True: log one line for each likely mistake.
-
-    Mistakes are ranks without collectives, and a metric of `keep` that no checkpoint has.
-    """
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     """Environment variables of all ranks, as if set before each rank's Python started. They win over those of the task
     and the workers. The gang itself sets `CUDA_VISIBLE_DEVICES` and what `torchrun` sets, such as `RANK`.
@@ -346,7 +341,6 @@ class Gang:
             "grace_period": checks.SECONDS,
             "attach_timeout": checks.SECONDS,
             "on_error": checks.one_of("stop", "hold"),
-            "hints": checks.BOOLEAN,
             "environment": _problem_of_variables,
             "keep": checks.instance_of(Keep),
             "debug": checks.BOOLEAN,

@@ -52,7 +52,7 @@ def retained(entries: Sequence[E], keep: Keep, is_held: Callable[[E], bool] = la
     return [entry for entry in entries if id(entry) in stay or is_held(entry)]
 
 
-def hint_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
+def lack_of_metric(kept: Iterable[SavedCheckpoint], keep: Keep) -> str | None:
     names = {name for one in kept for name in one.metrics}
     if keep.best == 0 or not names or keep.metric in names:
         return None

@@ -127,7 +127,6 @@ def request_of_evaluation(of: Request, inputs: Mapping[str, Any], *, host: RankH
         max_restarts=0,
         hang_timeout=None if of.settings.hang_timeout is None else "auto",
         on_error="stop",
-        hints=False,
         key=None,
         keep=Keep(),
         checkpoint_uri=None,

@@ -312,9 +312,7 @@ class GangState:
 
     def _take_note(self, attempt: Attempt, rank: int, noted: messages.Noted) -> None:
         attempt.adapts |= noted.adapts
-        if noted.hint:
-            self.observers.hint(noted.hint, f"rank {rank} {noted.text}")
-        elif noted.text:
+        if noted.text:
             self.observers.note(f"rank {rank} {noted.text}")
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:

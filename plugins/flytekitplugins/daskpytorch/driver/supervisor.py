@@ -106,7 +106,7 @@ class Supervisor:
         self._request = request
         self._execution = current_execution()
         self._launcher = launcher
-        self._observers = Observers(request.observers, name=request.name, hints=request.settings.hints)
+        self._observers = Observers(request.observers, name=request.name)
         self.received = received or ReceivedResults()
         self._calls: queue.SimpleQueue[Action] = queue.SimpleQueue()  # signal handlers may put calls here
         self._staying = request.calls if isinstance(request.calls, Calls) else None

@@ -25,7 +25,6 @@ from flytekitplugins.daskpytorch.process.streams import plain
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 
-HINT_END = "(A hint, given once; Gang(hints=False) for none.)"
 OUTCOMES: Mapping[type[BaseException], str] = {
     PreemptedError: "interrupted",
     KeyboardInterrupt: "interrupted",
@@ -231,12 +230,10 @@ class Noted(Event):
     text: str
     gang: str = ""
     """Function with whose name the line begins, or empty if the text is the whole line."""
-    is_hint: bool = False
 
     @property
     def line(self) -> str:
-        line = f"{self.gang}: {self.text}" if self.gang else self.text
-        return f"{line} {HINT_END}" if self.is_hint else line
+        return f"{self.gang}: {self.text}" if self.gang else self.text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,6 @@ class Spent:
 @dataclass(frozen=True)
 class Noted:
     text: str
-    hint: str = ""
     adapts: bool = False
     """After a lack of memory, the next attempt takes less."""
 

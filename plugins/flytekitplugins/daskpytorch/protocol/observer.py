@@ -214,13 +214,10 @@ class Observers(_Called):
         observers: Iterable[Observer] = (),
         *,
         name: str = "",
-        hints: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(observers)
         self._name = name.rpartition(".")[2]
-        self._hints = hints
-        self._hints_given: set[str] = set()
         self._now = clock
         self._noticed_at = clock()
 
@@ -234,11 +231,6 @@ class Observers(_Called):
         if self._now() - self._noticed_at >= NOTICE_INTERVAL:
             self._noticed_at = self._now()
             self.note(text)
-
-    def hint(self, kind: str, text: str) -> None:
-        if self._hints and kind not in self._hints_given:
-            self._hints_given.add(kind)
-            self.tell(journal.Noted(text=text, gang=self._name, is_hint=True))
 
     def for_rank(self) -> list[bytes]:
         parts = []

@@ -53,10 +53,6 @@ def backend_on(group: Any, device: str) -> Any:
     return group._get_backend(torch.device(device))  # noqa: SLF001
 
 
-def num_collectives(group: Any) -> int:
-    return int(group._get_sequence_number_for_group())  # noqa: SLF001
-
-
 def name_default_group(backend: str) -> None:
     """Set the backend name that `get_backend` returns for the default group. CPU tensors still go through gloo.
 

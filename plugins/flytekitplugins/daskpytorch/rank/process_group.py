@@ -233,14 +233,6 @@ def _takes_listener_by_libuv() -> bool:
     return Version(torch.__version__) >= Version("2.8")
 
 
-def num_exchanges() -> int | None:
-    try:
-        groups = torch_parts.groups()
-        return sum(map(torch_parts.num_collectives, groups)) if groups else None
-    except (RuntimeError, ValueError):
-        return None
-
-
 _finish: Callable[[], object] = bool  # does nothing
 _membership: _Membership | None = None
 

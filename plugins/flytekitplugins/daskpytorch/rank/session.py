@@ -66,18 +66,8 @@ class Session:
         with usage.profiled(order.job.settings.profile, place.rank, Path(order.scratch), link.submit, link.note):
             with usage.watched(link.ledger), gauge.reporting(place.world_size, link.send):
                 yield
-            self._hint_at_exchange()
             link.send(messages.Spent(link.ledger.close(), is_last=True))
         self.checkpoint.flush()
-
-    def _hint_at_exchange(self) -> None:
-        world_size, has_trained = self.rank.world_size, self._link.ledger.num_steps > 0
-        if has_trained and world_size > 1 and process_group.num_exchanges() == 0:
-            text = (
-                f"has returned without a single collective among {world_size} ranks: if they were to train one model, "
-                "each has trained one of its own. Is it wrapped in DistributedDataParallel?"
-            )
-            self._link.send(messages.Noted(text, "exchange"))
 
     def see_out(self) -> None:
         """Wait until all ranks have finished, then give observers the account of time.

@@ -97,7 +97,7 @@ def train_all(
     kept = SweepStorage(storage, folder or key_of(train)) if storage is not None else None
     known = kept.keys(train) if kept is not None else None
     each_key = EachKey(train, by, _parts_of(client, grouped, by, per_worker), name, address_for_ranks(client), known)
-    settings = replace(settings, ranks_per_worker=per_worker or "auto", hints=False)
+    settings = replace(settings, ranks_per_worker=per_worker or "auto")
     return KeyedModels(client, by, name, run(client, each_key, gang=settings), kept)
 
 

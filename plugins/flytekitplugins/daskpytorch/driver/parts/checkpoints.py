@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.manifest import hint_of_metric
+from flytekitplugins.daskpytorch.driver.manifest import lack_of_metric
 from flytekitplugins.daskpytorch.driver.part import Moment, Part
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.driver.vault import Vault
@@ -19,6 +19,7 @@ GOES_ON = "the training goes on, and until the next checkpoint a restart begins 
 class Checkpoints(Part):
     _awaits_evaluations = False
     """A question for the best checkpoint waits for evaluations."""
+    _has_told_lack = False
     takes = (Written, Question.CHECKPOINT)
 
     def __init__(self, state: GangState, vault: Vault) -> None:
@@ -69,9 +70,10 @@ class Checkpoints(Part):
     def tell_kept(self) -> None:
         kept = self.vault.saved()
         self._observers.tell(journal.Listed(checkpoints=kept))
-        hint = hint_of_metric(kept, self.vault.keep)
-        if hint is not None and self._state.request.settings.evaluate is None:  # else other metrics may come
-            self._observers.hint("metric", hint)
+        lack = lack_of_metric(kept, self.vault.keep)
+        if lack is not None and self._state.request.settings.evaluate is None and not self._has_told_lack:
+            self._has_told_lack = True
+            self._observers.note(lack)
         attempt = self._state.attempt
         if attempt is not None and not attempt.is_over:
             attempt.tell(messages.Tell(Kept(kept)))

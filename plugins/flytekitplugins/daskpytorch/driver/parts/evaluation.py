@@ -41,7 +41,7 @@ class Relay(Observer):
         if isinstance(event, journal.Wrote):
             self._tell(replace(event, lines=[f"({self._what}) {line}" for line in event.lines]))
         elif isinstance(event, journal.Noted):
-            self._tell(replace(event, text=event.line, gang=self._what, is_hint=False))
+            self._tell(replace(event, text=event.line, gang=self._what))
 
 
 class EvaluationGang(Protocol):
@@ -146,8 +146,7 @@ class Evaluator(Part):
         if self._template is None:
             return
         if not self._seen:
-            self._observers.hint(
-                "evaluate",
+            self._observers.note(
                 "Gang(evaluate=...): no checkpoint was kept, so none was evaluated. Save checkpoints by "
                 "current_rank().checkpoint.save(state, step)",
             )
