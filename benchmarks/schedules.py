@@ -655,7 +655,7 @@ def _plan(gang: Watched, outage: Outage, store: Path) -> None:
 
     def begin() -> None:
         formed = gang.story.of_kind("formed")
-        if not formed and not gang.has_ended():
+        if not formed and not gang.story.outcome:
             gang.chores.append((time.monotonic() + 0.1, begin))
         elif formed and time.time() < formed[0]["at"] + outage.begin:
             gang.chores.append((time.monotonic() + 0.05, begin))
