@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.rank import session
-from gangs import on_this_machine
+from gangs import Notes, on_this_machine
 from processes import num_open_files, until
 
 ONCE = Gang(max_restarts=0)
@@ -146,9 +146,11 @@ KEPT: list[object] = []
 
 
 def return_sharded_model() -> Any:
-    """Return a model as it is trained, with the loss."""
+    """Return a model as it is trained, with the loss, after a checkpoint to go on from."""
     from torch.distributed.fsdp import fully_shard
 
+    current_rank().checkpoint.save({}, 1)
+    current_rank().checkpoint.load(step=1)
     return fully_shard(torch.nn.Linear(2, 1)), 0.5
 
 
@@ -219,10 +221,13 @@ def test_what_would_never_end_is_ended_and_named(client: Client, capfd: pytest.C
     assert "most recent call first" in told.out + told.err
 
 
-def test_a_sharded_model_is_refused_in_its_rank(client: Client) -> None:
+def test_a_sharded_model_is_refused_in_its_rank_and_not_trained_again(client: Client) -> None:
+    gang = Gang(max_restarts=1, observers=(lambda: notes,))
+    notes = Notes()
     with pytest.raises(TypeError, match=r"a FSDPLinear belongs to all ranks together.*get_model_state_dict") as caught:
-        dispatch.run(client, return_sharded_model, gang=ONCE).result()
+        dispatch.run(client, return_sharded_model, gang=gang).result()
     assert isinstance(caught.value.__cause__, GangError)
+    assert (notes.kept_steps, notes.resumed_steps) == ([1], [])
 
 
 def test_a_task_leaves_a_model_that_loads_without_a_group() -> None:
