@@ -1,5 +1,6 @@
 """The doctor on a real cluster: no problem, a worker with another torch, busy workers."""
 
+import json
 import os
 import re
 import sys
@@ -19,12 +20,16 @@ COMMAND = ["-c", "import runpy; runpy.run_module('flytekitplugins.daskpytorch', 
 def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with nothing_left_behind():
-        done = run_program([*COMMAND, "doctor", "--scheduler", cluster.address], cwd=tmp_path, env={"PATH": path})
+        done = run_program(
+            [*COMMAND, "doctor", "--scheduler", cluster.address, "--json"], cwd=tmp_path, env={"PATH": path}
+        )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = dict(re.findall(r"^ok +(\S.{0,20}?) {2,}(.*)$", done.stdout, re.MULTILINE))
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["verdict"] for line in lines} == {"ok"}
+    found = {line["what"]: line["text"] for line in lines}
     assert found["GPUs"] == "none; ranks train on the CPU" or found["GPUs"].startswith("0: ")
-    assert found["ranks on this node"].startswith("2 on ")
-    assert found["ranks on the cluster"].startswith("2 on ")
+    for where in ("on this node", "on the cluster"):
+        assert re.match(r"2 on .* have met this process at 127\.0\.0\.1 \(lo\) and summed in ", found[f"ranks {where}"])
 
 
 def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(

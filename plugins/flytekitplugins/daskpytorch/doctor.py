@@ -5,6 +5,7 @@ Each check returns its line, or raises an error. Requests to other processes hav
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -52,7 +53,8 @@ NUM_RANKS = 2
     show_default=True,
     help="timeout for the test gang, and, up to 10 s, for the scheduler's answer",
 )
-def doctor(*, scheduler: str | None, timeout: float) -> int:
+@click.option("--json", "is_json", is_flag=True, help="print each check as a line of JSON: what, verdict and text")
+def doctor(*, scheduler: str | None, timeout: float, is_json: bool) -> int:
     """Check whether gangs can train on this machine and on a Dask cluster.
 
     The checks cover versions, GPUs, addresses, and a test gang of two ranks. Exit code 1 if there is a problem.
@@ -73,8 +75,9 @@ def doctor(*, scheduler: str | None, timeout: float) -> int:
                 error.__cause__ if isinstance(error.__cause__, GangError) else error
             )  # has the rank and its log's end
             verdict, said, has_problem = "problem", f"{type(blame).__name__}: {blame}", True
-        print(f"{verdict:8} {what:21} {said}", flush=True)
-    if has_problem:
+        line = f"{verdict:8} {what:21} {said}"
+        print(json.dumps({"what": what, "verdict": verdict, "text": said}) if is_json else line, flush=True)
+    if has_problem and not is_json:
         print(FIREWALL)
     return int(has_problem)
 
@@ -128,7 +131,8 @@ def _try_gang(launcher: AgentLauncher, num_ranks: int, timeout: float) -> str:
     settings = Gang(ranks_per_worker=per_worker, max_restarts=0, start_timeout=timeout, hang_timeout=timeout)
     futures = GangFutures(Supervisor(request_for(all_reduce, (), {}, settings), launcher), num_ranks)
     places = ", ".join(dict.fromkeys(futures.result()))  # within the timeouts of the start and of a hang
-    return f"{num_ranks} on {places} have met and summed in {time.monotonic() - began_at:.1f} s"
+    met = f"have met this process at {launcher.host} ({hardware.interface_of(launcher.host)})"
+    return f"{num_ranks} on {places} {met} and summed in {time.monotonic() - began_at:.1f} s"
 
 
 def all_reduce() -> str:
