@@ -27,6 +27,13 @@ SETTLE_TIME = 30.0
 """Seconds without a new worker after which `min_workers` suffice."""
 NOTICE_INTERVAL = 10.0
 
+QUIET = {
+    "admin": {"tick": {"interval": "1s"}},
+    "diagnostics": {"nvml": False},
+    "worker": {"profile": {"enabled": False}},
+}
+"""Dask's profiler and tick take a tenth of a core from the ranks. Pods have the same settings (see `task`)."""
+
 _clients: list[Client] = []
 
 
@@ -114,13 +121,9 @@ def identity(client: Client, seconds: float) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _local_client(num_workers: int) -> Iterator[Client]:
-    # Dask's profiler and tick take a tenth of a core from the ranks. Pods have the same settings (see `task`).
-    quiet = {
-        "distributed.admin.tick.interval": "1s",
-        "distributed.diagnostics.nvml": False,
-        "distributed.worker.profile.enabled": False,
-    }
-    with dask.config.set(_unless_set(quiet)):
+    usual, config = dask.config.merge(*dask.config.defaults), dask.config.merge(dask.config.config)
+    dask.config.update(config, {"distributed": QUIET}, priority="new-defaults", defaults=usual)  # the user's win
+    with dask.config.set(distributed=config["distributed"]):
         local = LocalCluster(
             n_workers=num_workers,
             threads_per_worker=max(1, cpu_count() // num_workers),
@@ -137,15 +140,6 @@ def _local_client(num_workers: int) -> Iterator[Client]:
 def _local_worker(*args: Any, **options: Any) -> Worker:
     """Make the HTTP server, which always starts, listen on the loopback interface only."""
     return Worker(*args, **options | {"dashboard_address": f"{LOOPBACK}:0", "dashboard": False})
-
-
-def _unless_set(settings: Mapping[str, Any]) -> dict[str, Any]:
-    usual = dask.config.merge(*dask.config.defaults)
-    return {
-        key: value
-        for key, value in settings.items()
-        if dask.config.get(key, None) == dask.config.get(key, None, config=usual)
-    }
 
 
 def _source() -> str:

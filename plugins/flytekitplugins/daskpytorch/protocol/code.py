@@ -91,9 +91,8 @@ def pack_code(script: Script | None = None) -> Code:
 
 
 def _program(*, is_users: bool) -> Program:
-    levels, log_format = dict(_levels()), _log_format()
     if not is_users:
-        return Program(levels=levels, log_format=log_format)
+        return Program(levels=dict(_levels()), log_format=_log_format())
     main = sys.modules["__main__"]
     entries = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1}  # others are not read yet
     return Program(
@@ -101,8 +100,8 @@ def _program(*, is_users: bool) -> Program:
         module=getattr(getattr(main, "__spec__", None), "name", None),
         package=getattr(main, "__package__", None),
         cells={name: "".join(lines) for name, (_, changed_at, lines, _) in entries.items() if changed_at is None},
-        levels=levels,
-        log_format=log_format,
+        levels=dict(_levels()),
+        log_format=_log_format(),
     )
 
 

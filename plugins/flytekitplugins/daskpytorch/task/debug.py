@@ -28,7 +28,7 @@ from flytekitplugins.daskpytorch.node.fork_server import set_environment
 from flytekitplugins.daskpytorch.node.hardware import describe_node
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.protocol import journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
+from flytekitplugins.daskpytorch.protocol.checkpoints import Written
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder, StoragePaths, current_execution
 from flytekitplugins.daskpytorch.protocol.job import Job, RankOrder, environment
@@ -71,9 +71,12 @@ def run_here(
             if (claim := stack.enter_context(claimed(storage, name))) is not None:
                 storage = claim.paths
             folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-            link = stack.enter_context(contextlib.closing(_Link(name, settings, storage, folder, told, received)))
+            vault = Vault(settings, storage, folder, current_execution().filesystem)
+            order = _order(name, settings, vault, folder, told)
+            link = stack.enter_context(contextlib.closing(_Link(order, vault, told, received)))
             link.folder = results_folder
-            stack.enter_context(_ranked(Session(link.order, link).rank, link.order, told))
+            _tell_start(told, storage, settings, link)
+            stack.enter_context(_ranked(Session(order, link).rank, order, told))
             link.observers.open(told.for_rank())
             link.observers.call("on_begin")
             stack.push(lambda kind, *_: link.observers.call("on_end", int(kind is not None)))
@@ -85,6 +88,36 @@ def run_here(
         raise
     finally:
         told.tell(journal.Ended.by(error))
+
+
+def _order(name: str, settings: Gang, vault: Vault, folder: Path, told: Observers) -> RankOrder:
+    start = vault.restore()
+    vault.lend(start)
+    vault.begin()
+    job = Job(
+        gang=name,
+        attempt=0,
+        call=None,
+        backend="gloo",
+        settings=settings,
+        checkpoint=start,
+        sharding=vault.shards.sharding(vault.sharded),
+        kept=vault.saved(),
+        storage=vault.own,
+        environment=settings.environment,
+    )
+    [[place]] = places = place_ranks([node := describe_node(socket.gethostname(), None)], 1)
+    told.tell(journal.Placed(shape=Shape(name=name, backend=job.backend, nodes=[node], places=places)))
+    agent = AgentOrder(driver=("", 0), token=b"")
+    return RankOrder(place=place, job=job, scratch=str(folder), agent=agent, driver_folder=str(folder))
+
+
+def _tell_start(told: Observers, storage: StoragePaths | None, settings: Gang, link: GangLink) -> None:
+    step = max((saved.step for saved in link.kept), default=None)
+    if step is not None:
+        told.tell(journal.Resumed(step=step))
+    if (text := start_of(storage, settings, step)) is not None:
+        told.note(text)
 
 
 @contextlib.contextmanager
@@ -109,51 +142,10 @@ def _ranked(rank: context.RankContext, order: RankOrder, told: Observers) -> Ite
 class _Link(GangLink):
     """Takes the rank's reports in this process, in place of agent and driver."""
 
-    def __init__(
-        self,
-        name: str,
-        settings: Gang,
-        storage: StoragePaths | None,
-        folder: Path,
-        told: Observers,
-        received: ReceivedResults,
-    ) -> None:
-        self._settings = settings
-        self._told = told
-        self._received = received
-        self._vault = Vault(settings, storage, folder, current_execution().filesystem)
-        start = self._vault.restore()
-        self._vault.lend(start)
-        self._vault.begin()
-        [[place]] = places = place_ranks([node := describe_node(socket.gethostname(), None)], 1)
-        self.order = RankOrder(
-            place=place,
-            job=self._job(name, start),
-            scratch=str(folder),
-            agent=AgentOrder(driver=("", 0), token=b""),
-            driver_folder=str(folder),
-        )
-        super().__init__(Pipe()[0], self.order)
-        told.tell(journal.Placed(shape=Shape(name=name, backend="gloo", nodes=[node], places=places)))
-        step = max((saved.step for saved in self.kept), default=None)
-        if step is not None:
-            told.tell(journal.Resumed(step=step))
-        if (text := start_of(storage, settings, step)) is not None:
-            told.note(text)
-
-    def _job(self, name: str, start: CheckpointEntry | None) -> Job:
-        return Job(
-            gang=name,
-            attempt=0,
-            call=None,
-            backend="gloo",
-            settings=self._settings,
-            checkpoint=start,
-            sharding=self._vault.shards.sharding(self._vault.sharded),
-            kept=self._vault.saved(),
-            storage=self._vault.own,
-            environment=self._settings.environment,
-        )
+    def __init__(self, order: RankOrder, vault: Vault, told: Observers, received: ReceivedResults) -> None:
+        super().__init__(Pipe()[0], order)
+        self._vault, self._told, self._received = vault, told, received
+        self._limit = Deadlines(order.job.settings.grace_period).storage
 
     def log(self, record: LogRecord) -> None:
         self.show(record)
@@ -187,7 +179,7 @@ class _Link(GangLink):
 
     def close(self) -> None:
         """Wait until storage has the checkpoints, for a part of the grace period, and end the thread that writes."""
-        self._vault.finish(Deadlines(self._settings.grace_period).storage)
+        self._vault.finish(self._limit)
         self._vault.close()
         self._tell_kept()
 
