@@ -15,9 +15,8 @@ from any_records import records
 from clock import Clock
 from flytekitplugins.daskpytorch import report
 from flytekitplugins.daskpytorch.checks import direction_of
-from flytekitplugins.daskpytorch.display.deck import html
-from flytekitplugins.daskpytorch.display.metrics import MAX_CURVES
-from flytekitplugins.daskpytorch.display.run_state import MAX_EVENTS, RunState
+from flytekitplugins.daskpytorch.display.deck import charts_of, html
+from flytekitplugins.daskpytorch.display.run_state import MAX_CURVES, MAX_EVENTS, RunState
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.records import LogRecord, RankUsage, SavedCheckpoint
@@ -37,7 +36,7 @@ def shape(num_workers: int, per_worker: int = 1, *, gpus: int = 0) -> Shape:
 
 def by_step(recorder: RunState) -> dict[str, Points]:
     """Every line over the steps."""
-    return {name: points for chart in recorder.metrics.charts() for name, points in chart.curves.items()}
+    return {name: points for chart in charts_of(recorder.curves) for name, points in chart.curves.items()}
 
 
 def body(recorder: RunState, places: Mapping[str, str] | None = None) -> str:
@@ -138,7 +137,7 @@ def test_a_curve_ends_with_the_newest_value_also_if_thinned() -> None:
 def test_what_was_learnt_from_and_what_was_held_out_share_a_chart(names: list[str], title: str | None) -> None:
     recorder = RunState()
     To(recorder).logged(record(0, **dict.fromkeys(names, 1.0)))
-    charts = list(recorder.metrics.charts())
+    charts = charts_of(recorder.curves)
     if title is None:
         assert [list(chart.curves) for chart in charts] == [[name] for name in names]
     else:

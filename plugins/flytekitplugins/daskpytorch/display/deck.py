@@ -10,19 +10,34 @@ import contextvars
 import functools
 import logging
 import math
+import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from flytekitplugins.daskpytorch import report
-from flytekitplugins.daskpytorch.display.metrics import Chart
+from flytekitplugins.daskpytorch.checks import direction_of
 from flytekitplugins.daskpytorch.display.run_state import RunState
-from flytekitplugins.daskpytorch.display.training import LABELS, amounts, num_done, seconds_left, size_of
+from flytekitplugins.daskpytorch.display.training import (
+    HELD_OUT,
+    LABELS,
+    amounts,
+    is_held_out,
+    num_done,
+    seconds_left,
+    size_of,
+)
 from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.records import MIN_TOTAL, SavedCheckpoint
 from flytekitplugins.daskpytorch.report.chart import Points
 
 TITLE = "Training"
+TRAINING = re.compile(r"^(train|training)[_/.-]|[_/.-](train|training)$")
+KIND = re.compile(r"_(step|epoch)$")
+"""Suffixes that Lightning adds."""
 MAX_FIGURES = 6
 MAX_PAGE_POINTS = 24_000
 """Points of all charts together. Each adds 17 bytes to the page."""
@@ -43,7 +58,7 @@ def document(run: RunState, places: Mapping[str, str] | None = None) -> str:
 def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
     with run.lock:  # observers wait meanwhile, so charts and events are drawn afterwards
         head, ranks = [*_how_it_goes(run)], _ranks(run)
-        metrics, usage, history = run.charts, run.usage_charts, [*run.history]
+        metrics, usage, history = charts_of(run.curves), run.usage_charts, [*run.history]
     return [
         *head,
         *_metrics(metrics, run.restarts),
@@ -103,11 +118,47 @@ def _bill(bill: Mapping[str, float]) -> dict[str, object]:
 def _newest(run: RunState) -> dict[str, object]:
     found: dict[str, object] = {}
     newest = run.values.numbers
-    for name in (name for chart in run.charts for name in chart.curves):
+    for name in (name for chart in charts_of(run.curves) for name in chart.curves):
         if name in newest and len(found) < MAX_FIGURES:
             found[name.replace("_", " ")] = newest[name]
     spoilt = {name.replace("_", " "): value for name, value in newest.items() if not math.isfinite(value)}
     return spoilt | found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    title: str
+    curves: Mapping[str, Points]
+    best: Mapping[str, Literal["min", "max"]]
+
+
+def charts_of(curves: Mapping[str, report.Curve]) -> list[Chart]:
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in curves:
+        groups[_base_of(name)].append(name)
+    charts = []
+    for base, names in sorted(groups.items(), key=lambda group: _rank_of(*group)):
+        names.sort(key=is_held_out)
+        held_out = [name for name in names if is_held_out(name)]
+        chart = Chart(
+            title=(base if len(names) > 1 else names[0]).replace("_", " "),
+            curves={name: curves[name].points for name in names},
+            best={name: mode for name in held_out or names if (mode := direction_of(name)) is not None},
+        )
+        charts.append(chart)
+    return charts
+
+
+def _base_of(name: str) -> str:
+    """Return a name without the part that names the data: `loss` for `val_loss` or `train_loss`."""
+    bare = HELD_OUT.sub("", TRAINING.sub("", name))
+    if bare != name:
+        bare = KIND.sub("", bare)
+    return bare or name
+
+
+def _rank_of(base: str, names: list[str]) -> tuple[bool, bool, bool]:
+    return base != "loss", direction_of(base) is None, not any(map(is_held_out, names))
 
 
 def _metrics(charts: Sequence[Chart], restarts: Sequence[tuple[int, str]]) -> Iterable[str]:
@@ -142,30 +193,25 @@ def _time_and_machines(
 
 def _ranks(run: RunState) -> tuple[list[str], list[list[object]]]:
     """Return the header and the rows of the ranks' table. No rows before the gang's start."""
-    usages = list(run.usages.values())
-    spent = list(dict.fromkeys(name for usage in usages for name, seconds in usage.seconds.items() if seconds))
-    used = [name for name in LABELS if any(name in amounts(usage) for usage in usages)]
     places = {} if run.shape is None else dict(_places_of(run.shape))
-    header = ["rank", "host", "worker", "device", "optimizer steps", "steps/s", *(f"{name} (s)" for name in spent)]
-    rows: list[list[object]] = []
+    rows: list[dict[str, object]] = []
     for rank in sorted({*run.usages, *places})[:MAX_SHOWN_RANKS]:
-        row: list[object] = [rank, *places.get(rank, ("", "", ""))]
-        if (usage := run.usages.get(rank)) is None:
-            row += [""] * (2 + len(spent) + len(used))
-        else:
-            row += [usage.num_steps, run.speeds[rank].per_second or ""]
-            row += [usage.seconds.get(name, "") for name in spent]
-            row += [amounts(usage).get(name, "") for name in used]
+        row: dict[str, object] = {"rank": rank, **places.get(rank, {})}
+        if (usage := run.usages.get(rank)) is not None:
+            row |= {"optimizer steps": usage.num_steps, "steps/s": run.speeds[rank].per_second or ""}
+            row |= {f"{name} (s)": seconds for name, seconds in usage.seconds.items() if seconds}
+            row |= {LABELS[name]: amount for name, amount in amounts(usage).items()}
         rows.append(row)
-    return [*header, *(LABELS[name] for name in used)], rows
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    return header, [[row.get(name, "") for name in header] for row in rows]
 
 
-def _places_of(shape: Shape) -> Iterator[tuple[int, tuple[str, str, str]]]:
+def _places_of(shape: Shape) -> Iterator[tuple[int, dict[str, object]]]:
     for node, places in zip(shape.nodes, shape.places, strict=True):
         names = dict(zip(node.gpus, node.gpu_names, strict=True))
         for place in places:
             device = "CPU" if place.gpu is None else f"{names[place.gpu]} (GPU {place.gpu})"
-            yield place.rank, (node.host, node.worker, device)
+            yield place.rank, {"host": node.host, "worker": node.worker, "device": device}
 
 
 def _with_what(run: RunState) -> Iterable[str]:

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Any
 
-from flytekitplugins.daskpytorch.display.metrics import Chart, Metrics
-from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, size_of
+from flytekitplugins.daskpytorch.display.training import LABELS, MAX_RANKS, Pace, amounts, count, is_held_out, size_of
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import End, Shape
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
 from flytekitplugins.daskpytorch.report import Curve, Tone
 from flytekitplugins.daskpytorch.report import Event as PageEvent
-from flytekitplugins.daskpytorch.report.chart import Points
+from flytekitplugins.daskpytorch.report.chart import MAX_VALUE, Points
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,9 @@ MAX_USAGE_POINTS = 400
 MAX_NAMES = 10_000
 """Metrics with a newest value. Names made up at run time beyond it begin anew."""
 MAX_VALUES = 200
+UNCHARTED = {"epoch", "samples_seen"}
+MAX_CURVES = 50
+"""Drawn metrics. As many held-out metrics may follow."""
 STEPS = "optimizer steps per second"
 """Steps of log records have another chart, since users number them freely."""
 TRAINING, IDLE = Phase("training", "busy"), Phase("idle", "idle")
@@ -90,7 +92,8 @@ class RunState(Observer):
     """Newest 100,000 log records of rank 0, with numbers and strings."""
     values: Values = field(default_factory=Values)
     rate: Pace = field(default_factory=Pace)
-    metrics: Metrics = field(default_factory=Metrics)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """Metrics by step, without values that cannot be drawn, such as NaN."""
     usages: dict[int, RankUsage] = field(default_factory=dict)
     speeds: dict[int, Pace] = field(default_factory=dict)
     """Optimizer steps in the current attempt, by rank. The time before a rank's first batch is left out."""
@@ -137,10 +140,6 @@ class RunState(Observer):
     def usage_charts(self) -> dict[str, dict[str, Points]]:
         charts = {what: self._lines[what] for what in (STEPS, *LABELS.values()) if what in self._lines}
         return {what: {name: lines[name].points for name in sorted(lines)} for what, lines in charts.items()}
-
-    @property
-    def charts(self) -> Sequence[Chart]:
-        return list(self.metrics.charts())
 
     # ---- The fold
 
@@ -192,7 +191,7 @@ class RunState(Observer):
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
         self.values.add(record)
-        self.metrics.take(record.step, record.numbers)
+        self._draw(record)
         if not record.is_evaluation:
             self.rate.add(record.time, record.step)
 
@@ -200,7 +199,7 @@ class RunState(Observer):
     def _(self, event: journal.Calling) -> None:
         self.stays = True
         self.call, self.called_at = event.name, event.time
-        self.metrics = Metrics()
+        self.curves = {}
         self.cut(())
         self._tell(event, f"calls {event.name}")
         self._phase = TRAINING
@@ -245,8 +244,11 @@ class RunState(Observer):
         step = event.step
         if event.kind is not None:
             self.failures[event.kind] += 1
-        self.metrics.cut(step)
-        self.cut(self.records, -math.inf if step is None else step)
+        last = -math.inf if step is None else step
+        for curve in self.curves.values():
+            curve.cut(last)
+        self.curves = {name: curve for name, curve in self.curves.items() if curve.points}
+        self.cut(self.records, last)
         start = f"from step {step:,}" if step is not None else "without a checkpoint"
         self._tell(event, f"goes on {start}: {event.reason}", "good" if event.kind is None else "bad")
         self.restarts = [*self.restarts, (step or 0, event.reason.partition("\n")[0])][-MAX_RESTARTS:]
@@ -270,6 +272,12 @@ class RunState(Observer):
         self._tell(event, text, self.phase.tone)
         self.ended_at = event.time
         self._phase = None
+
+    def _draw(self, record: LogRecord) -> None:
+        for name, value in record.numbers.items():
+            has_room = name in self.curves or len(self.curves) < MAX_CURVES * (2 if is_held_out(name) else 1)
+            if has_room and name not in UNCHARTED and abs(value) <= MAX_VALUE:
+                self.curves.setdefault(name, Curve()).add((float(record.step), value))
 
     def _tell(self, event: journal.Event, text: str, tone: Tone = "idle") -> None:
         heading, _, detail = text.strip().partition("\n")

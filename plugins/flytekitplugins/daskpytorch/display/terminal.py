@@ -10,16 +10,15 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from flytekitplugins.daskpytorch.display.metrics import is_held_out
 from flytekitplugins.daskpytorch.display.run_state import RunState, Values, View
-from flytekitplugins.daskpytorch.display.training import num_done, seconds_left, size_of
+from flytekitplugins.daskpytorch.display.training import is_held_out, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import streams
 from flytekitplugins.daskpytorch.process.streams import Screen, one_line
@@ -140,33 +139,24 @@ class Board:
                     self.bars.start()
 
 
+@dataclass(eq=False)
 class Display(View):
     """Lines of one gang on a board."""
 
-    def __init__(
-        self,
-        board: Board,
-        name: str = "",
-        mark: str = "",
-        *,
-        has_outcome: bool = False,
-        unsaid: tuple[type[Exception], ...] = (),
-    ) -> None:
-        """`has_outcome` shows the start too, and a call of `conclude` shows the outcome.
-
-        Errors of the classes `unsaid` have no line of their own.
-        """
-        self.state = RunState()
-        self.board = board
-        self.is_over = False
-        self._name = name
-        self._mark = mark
-        self._has_outcome = has_outcome
-        self._unsaid = unsaid
-        self._line: TaskID | None = None
-        self._is_debugging = False
-        self._shown_at = -math.inf
-        self._epoch: int | None = None
+    board: Board
+    name: str = ""
+    mark: str = ""
+    _: KW_ONLY
+    has_outcome: bool = False
+    """Show the start too. A call of `conclude` shows the outcome."""
+    unsaid: tuple[type[Exception], ...] = ()
+    """Classes of errors that have no line of their own."""
+    state: RunState = field(default_factory=RunState)
+    is_over: bool = False
+    _line: TaskID | None = None
+    _is_debugging: bool = False
+    _shown_at: float = -math.inf
+    _epoch: int | None = None
 
     def on_event(self, event: journal.Event) -> None:
         match event:
@@ -175,7 +165,7 @@ class Display(View):
             case journal.Calling() | journal.Called():
                 self._show_call(event)
             case journal.Wrote(rank=rank, lines=lines):
-                text = "\n".join([f"[{self._mark}rank {rank}] {line}" for line in lines])
+                text = "\n".join([f"[{self.mark}rank {rank}] {line}" for line in lines])
                 self.board.print(text, is_output=True)
             case journal.Prompted():
                 self._hold(event.rank)
@@ -184,7 +174,7 @@ class Display(View):
             case journal.Restarted():
                 self._close_line()
             case journal.Noted():
-                self.board.print(f"{self._mark}{event.line}")
+                self.board.print(f"{self.mark}{event.line}")
             case journal.Ended():
                 self._show_end(event.error)
 
@@ -203,7 +193,7 @@ class Display(View):
     @property
     def _title(self) -> str:
         call = self.state.call
-        return call.rpartition(".")[2] if call is not None else self._name or self.state.title
+        return call.rpartition(".")[2] if call is not None else self.name or self.state.title
 
     def _hold(self, rank: int | None) -> None:
         if self._is_debugging != (rank is not None):
@@ -218,7 +208,7 @@ class Display(View):
             text = f"all ranks have met after {event.seconds:.2f} s"
             self._shown_at = -math.inf  # the first record of an attempt is shown
             self._line = self._line if self._line is not None else self.board.add(self._title)
-        if self._has_outcome:
+        if self.has_outcome:
             self.say(text)
 
     def _show_call(self, event: journal.Calling | journal.Called) -> None:
@@ -246,16 +236,16 @@ class Display(View):
         is_news = is_news or any(map(is_held_out, record.numbers))
         self._epoch = record.epoch if record.epoch is not None else self._epoch
         # A terminal shows many models by their live lines alone.
-        if not (is_live and self._mark) and (is_news or (is_due and not is_live)):
+        if not (is_live and self.mark) and (is_news or (is_due and not is_live)):
             self._shown_at = time.monotonic()
             self.say(text)
 
     def _show_end(self, error: Exception | None) -> None:
         self._close_line()
-        if error is not None and not isinstance(error, (*self._unsaid, CancelledError, GangCancelledError)):
+        if error is not None and not isinstance(error, (*self.unsaid, CancelledError, GangCancelledError)):
             how = {PreemptedError: "", StoppedEarlyError: f"{self._title} was stopped early: "}
             self.board.print(how.get(type(error), f"{self._title or 'the gang'} failed: ") + in_a_line(error))
-        if not (self._mark or self._has_outcome):  # the models of a sweep have theirs in the table
+        if not (self.mark or self.has_outcome):  # the models of a sweep have theirs in the table
             self._show_goodput()
 
     def _close_line(self) -> None:

@@ -1,6 +1,7 @@
 """Description of a training for displays and trackers: id, inputs, shape, usage and pace. Runs in the driver."""
 
 import dataclasses
+import functools
 import os
 import re
 import shlex
@@ -30,6 +31,9 @@ LABELS = {
     "gpu_percent": "GPU utilization (%)",
 }
 """Titles of charts and columns, by the names that `amounts` returns."""
+HELD_OUT = re.compile(
+    r"^(held_?out|val|valid|validation|eval|evaluation|test|dev)[_/.-]|[_/.-](held_?out|val|valid|test|eval)$"
+)
 WINDOW = 10.0
 """Seconds over which `Pace` averages. Longer if two reports are further apart."""
 MIN_DISTANCE = WINDOW / 100
@@ -145,6 +149,11 @@ def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shown[name] = text if len(text := str(value)) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
     return shown
+
+
+@functools.lru_cache(200)
+def is_held_out(metric: str) -> bool:
+    return HELD_OUT.search(metric) is not None
 
 
 def amounts(usage: RankUsage) -> dict[str, float]:
