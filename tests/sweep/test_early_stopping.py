@@ -9,7 +9,7 @@ import pytest
 from flytekitplugins.daskpytorch import EarlyStopping, StoppedEarlyError
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.records import LogRecord
-from flytekitplugins.daskpytorch.sweep.early_stopping import Rungs
+from flytekitplugins.daskpytorch.sweep.early_stopping import Judge, Rungs
 from told import To, record
 
 LOSS = EarlyStopping(metric="loss", reduction_factor=2)
@@ -21,7 +21,7 @@ class Models:
     def __init__(self, settings: EarlyStopping = LOSS, num_models: int = 4) -> None:
         self.said: list[str] = []
         rungs = Rungs(settings, num_models)
-        self.judges = [rungs.watch(index, self.said.append) for index in range(num_models)]
+        self.judges = [Judge(rungs, index, self.said.append) for index in range(num_models)]
 
     def log(self, model: int, **metrics: Any) -> bool:
         """Whether the model goes on after such a record."""

@@ -9,10 +9,10 @@ import pytest
 
 from flytekitplugins.daskpytorch import StoppedEarlyError
 from flytekitplugins.daskpytorch.dask.agents import Allotment
-from flytekitplugins.daskpytorch.display.run_state import RunState
+from flytekitplugins.daskpytorch.display.run_state import View
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.sweep.models import ModelFutures
-from flytekitplugins.daskpytorch.sweep.sweep import ModelFuture
+from flytekitplugins.daskpytorch.sweep.sweep import Model, ModelFuture
 from told import To
 
 
@@ -28,10 +28,10 @@ class Pair(NamedTuple):
 
 
 def model(index: int, experiment: Any, *records: dict[str, Any]) -> ModelFuture:
-    log = RunState()
+    made = Model(index=index, experiment=experiment, num_workers=1, line=View())
     for step, metrics in enumerate(records):
-        To(log).logged(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics=metrics))
-    return ModelFuture(index, experiment, log, lambda: False)
+        To(made.state).logged(LogRecord(rank=0, step=step, num_steps=None, time=0.0, metrics=metrics))
+    return ModelFuture(made, lambda: False)
 
 
 def models_of(*futures: ModelFuture) -> ModelFutures:

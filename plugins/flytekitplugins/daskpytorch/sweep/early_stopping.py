@@ -34,13 +34,6 @@ class Rungs:
         self._num_passed: Counter[int] = Counter()
         """Number of rungs that each model has reached."""
 
-    def watch(self, index: int, say: Callable[[str], None], before: Sequence[LogRecord] = ()) -> Judge:
-        """Return the observer of one model's gang, whose `on_log` raises `StoppedEarlyError` to stop the model.
-
-        If the gang resumes, the earlier call's records `before` up to the checkpoint's step are reported first.
-        """
-        return Judge(self, index, say, before)
-
     def falls_behind(self, index: int, epoch: int, value: float) -> bool:
         settings = self.settings
         with self._lock:
@@ -61,19 +54,16 @@ class Rungs:
             is_first, self.is_metric_known = not self.is_metric_known, True
             return is_first
 
-    def why(self, value: float) -> str:
-        if math.isnan(value):
-            return "which is not a number"
-        best = f"among the best 1/{self.settings.reduction_factor} ({self.mode})"
-        return f"which is not {best} of what models had there"
-
 
 @dataclass(eq=False)
 class Judge(Observer):
+    """Observer of one model's gang, whose `on_log` raises `StoppedEarlyError` to stop the model."""
+
     _rungs: Rungs
     _index: int
     _say: Callable[[str], None]
-    _before: Sequence[LogRecord]
+    _before: Sequence[LogRecord] = ()
+    """An earlier call's records. If the gang resumes, those up to the checkpoint's step are reported first."""
     _last_epoch: int = -1
     _is_stopped: bool = False
 
@@ -94,9 +84,11 @@ class Judge(Observer):
         self._is_stopped = True
         rungs, metric = self._rungs, self._rungs.settings.metric
         epoch, value = record.epoch or 0, record.numbers[metric]
+        best = f"among the best 1/{rungs.settings.reduction_factor} ({rungs.mode})"
+        why = "a number" if math.isnan(value) else f"{best} of what models had there"
         raise StoppedEarlyError(
             f"experiment {self._index} of {rungs.num_models} was stopped early, after epoch {epoch}: its {metric} was "
-            f"{value:g}, {rungs.why(value)}",
+            f"{value:g}, which is not {why}",
             epoch=epoch,
             metric=metric,
             value=value,

@@ -23,6 +23,7 @@ from flytekitplugins.daskpytorch.process.ending import deferred
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
+from flytekitplugins.daskpytorch.sweep.early_stopping import Judge
 from flytekitplugins.daskpytorch.sweep.sweep import (
     Model,
     ModelFuture,
@@ -62,8 +63,7 @@ class ModelFutures(Futures[ModelFuture]):
         self._preempted: str | None = None
         self._enough_at = time.monotonic()
         for model in models:
-            cancel = functools.partial(self._cancel, model)
-            model.future = ModelFuture(model.index, model.experiment, model.state, cancel, self._end_all)
+            model.future = ModelFuture(model, functools.partial(self._cancel, model), self._end_all)
             if model not in missing:
                 self._restore(model)
         self._futures = [model.future for model in models]
@@ -178,7 +178,7 @@ class ModelFutures(Futures[ModelFuture]):
     def _restore(self, model: Model) -> None:
         if (kept := model.kept) is not None:
             if (rungs := self._sweep.rungs) is not None:
-                rungs.watch(model.index, lambda _: None, kept.records).take_before()
+                Judge(rungs, model.index, model.line.note, kept.records).take_before()
             model.state.cut(kept.records)
             model.future.set_running_or_notify_cancel()
             model.settle(kept.result, kept.stopped)

@@ -66,8 +66,9 @@ class SweepStorage:
             raise unusable("dispatch.map(storage=...)", self.folder, error) from error
 
     def _open(self, function: Callable[..., Any], experiments: Sequence[Any]) -> dict[int, KeptModel]:
-        there = self.files.below(self.folder)
-        found = self._read_all(sorted(path for path in there if path.rpartition("/")[2] in (CALL, BEGUN, OUTCOME)))
+        names = [path for path in self.files.below(self.folder) if path.rpartition("/")[2] in (CALL, BEGUN, OUTCOME)]
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            found = dict(zip(names, readers.map(self._read, names), strict=True))
         kept = dict(_kept(found))
         mine = _described(function)
         was, is_ = found.get(CALL) or mine, mine
@@ -103,10 +104,6 @@ class SweepStorage:
 
     def model(self, index: int, about: Callable[[], dict[str, Any]]) -> ModelStorage:
         return ModelStorage(files=self.files, folder=f"{self.folder}/{index}", about=about)
-
-    def _read_all(self, names: Sequence[str]) -> dict[str, Any]:
-        with ThreadPoolExecutor(NUM_READERS) as readers:
-            return dict(zip(names, readers.map(self._read, names), strict=True))
 
     def _read(self, name: str) -> Any:
         data = self.files.read(f"{self.folder}/{name}")

@@ -39,7 +39,7 @@ from flytekitplugins.daskpytorch.protocol.host import Execution, current_executi
 from flytekitplugins.daskpytorch.protocol.journal import End
 from flytekitplugins.daskpytorch.protocol.observer import Observer
 from flytekitplugins.daskpytorch.settings import EarlyStopping, Gang, Wandb
-from flytekitplugins.daskpytorch.sweep.early_stopping import Rungs
+from flytekitplugins.daskpytorch.sweep.early_stopping import Judge, Rungs
 from flytekitplugins.daskpytorch.sweep.storage import KeptModel, ModelStorage, SweepStorage
 
 
@@ -117,7 +117,7 @@ class Sweep:
         observers: list[Observer] = [model.line]
         if self.rungs is not None:
             before = model.kept.records if model.kept is not None else ()
-            observers.append(self.rungs.watch(model.index, model.line.note, before))
+            observers.append(Judge(self.rungs, model.index, model.line.note, before))
         return watched(model.state, [*observers, *journal_in(None), *asked])
 
     def is_over(self, model: Model) -> bool:
@@ -158,20 +158,13 @@ class ModelFuture(Logged, GangFuture):
     For a model that was stopped early, `result` raises `StoppedEarlyError` and `exception` returns that error.
     """
 
-    def __init__(
-        self,
-        index: int,
-        experiment: Any,
-        state: RunState,
-        cancel: Callable[[], bool],
-        end: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, model: Model, cancel: Callable[[], bool], end: Callable[[], bool] | None = None) -> None:
         super().__init__(ReceivedResults(), end)
-        self.index = index
+        self.index = model.index
         """Index of the experiment, from 0."""
-        self.experiment = experiment
+        self.experiment = model.experiment
         """Argument of the training function."""
-        self._run_state = state
+        self._run_state = model.state
         self._cancel = cancel
 
     @property
@@ -182,9 +175,7 @@ class ModelFuture(Logged, GangFuture):
         return status_of(error_of(self))
 
     def __repr__(self) -> str:
-        return (
-            f"<ModelFuture {self.index}: {self.status}, {one_line(repr(without_secrets(self.experiment)), MAX_SHOWN)}>"
-        )
+        return f"<ModelFuture {self.index}: {self.status}, {_label(self.experiment, MAX_SHOWN)}>"
 
     def cancel(self) -> bool:
         """Cancel the model before or during its training. Return False if the training had already ended."""
@@ -220,6 +211,10 @@ def error_of(future: Future[Any]) -> BaseException | None:
         return error
 
 
+def _label(experiment: object, max_length: int) -> str:
+    return one_line(repr(without_secrets(experiment)), max_length)
+
+
 def status_of(error: BaseException | None) -> Status:
     return STATUS_OF.get(End.of(error).word, "failed")
 
@@ -238,17 +233,14 @@ class SweepDisplay:
     def line(self, index: int, experiment: object) -> View:
         if streams.is_for_machines():
             return MachineLog()
-        label = one_line(repr(without_secrets(experiment)), MAX_LABEL)
-        return Display(self._board, f"model {index} {label}", f"model {index}, ")
+        return Display(self._board, f"model {index} {_label(experiment, MAX_LABEL)}", f"model {index}, ")
 
     def restored(self, models: Iterable[ModelFuture], where: str) -> None:
         self._ended = {model.index: model.status for model in models}
-        self._tell_count(f"before, as {where} has it")
+        self._tell_count(f" before, as {where} has it")
 
     def count(self, index: int, error: BaseException | None) -> None:
         with self._lock:
-            if index in self._ended:
-                return
             self._ended[index] = status_of(error)
             now = time.monotonic()
             if len(self._ended) == self._num_models or now - self._counted_at >= COUNT_INTERVAL:
@@ -256,9 +248,7 @@ class SweepDisplay:
                 self._tell_count("")
 
     def _tell_count(self, remark: str) -> None:
-        each = _in_words(self._ended.values())
-        text = f"{len(self._ended)} of {self._num_models} models have ended"
-        text += f"{remark and ' '}{remark}{each and ': '}{each}"
+        text = f"{len(self._ended)} of {self._num_models} models have ended{remark}{_in_words(self._ended.values())}"
         if streams.is_for_machines():
             streams.say(text, logging.INFO)
         else:
@@ -277,10 +267,10 @@ def rows_of(models: Iterable[ModelFuture]) -> list[dict[str, Any]]:
 
 
 def counted(models: Sequence[ModelFuture]) -> str:
-    each = _in_words(model.status for model in models)
-    return f"{count(len(models), 'model')}{each and ': '}{each}"
+    return f"{count(len(models), 'model')}{_in_words(model.status for model in models)}"
 
 
 def _in_words(statuses: Iterable[Status]) -> str:
     counts = Counter(statuses)
-    return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    words = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    return words and f": {words}"
