@@ -10,6 +10,7 @@ import pytest
 
 from flytekitplugins.daskpytorch import data
 from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, Listed, credentials
+from flytekitplugins.daskpytorch.data.image_folder import pictures_in
 
 PLACE = {"endpoint_url": "http://127.0.0.1:1"}
 NOWHERE: dict[str, Any] = {"storage_options": {"key": "access", "secret": "hush"} | PLACE, "num_retries": 1}
@@ -64,6 +65,40 @@ def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, 
         data.S3ImageFolder(*place, **{**NOWHERE, **options})
 
 
+# ---- The pictures among a folder's objects
+
+
+def pictures(*keys: str, nested: bool = False) -> list[str]:
+    found = pictures_in([Listed(key, 1, "e") for key in keys], "s3://b/p/", "p/", nested=nested)
+    return [listed.key for listed in found]
+
+
+def test_other_objects_are_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = ["p/cat/1.JPG", "p/cat/2 ü.jpeg", "p/emu/3.png"]
+    others = ["p/", "p/cat/", "p/dog/notes.txt", "p/dog/.hidden.jpg", "p/cover.jpg"]
+    assert pictures(*others, *wanted) == wanted
+    assert "s3://b/p/: left out 2 x file that is no picture by its name, such as p/dog/notes.txt" in caplog.text
+    assert "left out 1 x picture in no class's folder, such as p/cover.jpg" in caplog.text
+    assert "marker" not in caplog.text
+
+
+def test_parts_of_the_data_are_not_taken_for_classes() -> None:
+    keys = ["p/train/cat/1.jpg", "p/val/cat/2.jpg"]
+    with pytest.raises(ValueError, match=r"s3://b/p/ has 2 pictures .* name it: s3://b/p/train\. .* nested=True"):
+        pictures(*keys)
+    assert pictures(*keys, nested=True) == keys
+
+
+def test_a_folder_without_pictures_is_an_error_that_says_what_is_there() -> None:
+    with pytest.raises(FileNotFoundError, match=r"Looked for s3://b/p/CLASS/PICTURE .* found no such object"):
+        pictures()
+    with pytest.raises(FileNotFoundError, match=r"2 x file that is no picture by its name, such as p/cat/a.txt"):
+        pictures("p/cat/a.txt", "p/cat/b.csv")
+
+
+# ---- Its way to other processes, and credentials
+
+
 @pytest.mark.usefixtures("listed")
 def test_it_travels_without_its_client_and_hides_its_secret() -> None:
     folder = data.S3ImageFolder("b", "p", **NOWHERE)
@@ -73,7 +108,7 @@ def test_it_travels_without_its_client_and_hides_its_secret() -> None:
     assert other.all_files == folder.all_files
     with pytest.raises(ConnectionError, match=r"s3://b/p/dog/3.jpg could not be read"):
         other[-1]
-    assert "hush" not in repr(folder._source.here.bucket.access)
+    assert "hush" not in repr(folder._access)
 
 
 def test_no_credentials_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

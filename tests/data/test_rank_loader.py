@@ -239,12 +239,11 @@ def test_what_another_loader_saved_is_refused(state: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sampler": [1]}, r"sampler=\[1\]: leave it out"),
-        ({"batch_sampler": [[1]], "generator": None}, "batch_sampler=.*; generator=None: leave it out"),
-        ({"in_order": False, "num_workers": 1}, "in_order=False: must be True"),
-        ({"dataset": Stream()}, "dataset=.*: must be map-style"),
-        ({"dataset": iter([1])}, "dataset=.*: must be map-style"),
-        ({"batch_size": 0}, r"RankLoader\(batch_size=0\): must be a whole number from 1 up"),
+        ({"sampler": [1]}, r"sampler=\[1\]\): must be left out"),
+        ({"batch_sampler": [[1]], "generator": None}, r"batch_sampler=.*generator=None\): must be left out"),
+        ({"in_order": False, "num_workers": 1}, r"in_order=False\): must be True"),
+        ({"dataset": Stream()}, r"dataset=.*\): must be map-style"),
+        ({"dataset": iter([1])}, r"dataset=.*\): must be map-style"),
     ],
 )
 def test_what_would_make_the_order_anothers_is_refused(options: dict[str, Any], said: str) -> None:
@@ -260,3 +259,26 @@ def test_a_loop_that_another_one_overtook_ends_in_an_error() -> None:
         change()
         with pytest.raises(RuntimeError, match=r"cannot go on, because another loop .* has begun, or load_state_dict"):
             next(loop)
+
+
+@pytest.mark.parametrize("seed", [1.0, None, "1", True, 2**63, 10**400])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    """Else a large one would give an error of torch's in some epoch."""
+    with pytest.raises(ValueError, match=r"seed=.*: must be a whole number of at most 63 bits"):
+        RankLoader([0, 1], 1, seed=seed, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("sizes", [(1.5, 0, 1), ("2", 0, 1), (1, 0.0, 1), (1, 0, 1.0), (1, 0, 0), (True, 0, 1)])
+def test_numbers_of_a_loader_are_whole(sizes: tuple[Any, Any, Any]) -> None:
+    batch_size, rank, world_size = sizes
+    with pytest.raises(ValueError, match="must be a whole number from"):
+        RankLoader([0, 1], batch_size, rank=rank, world_size=world_size)
+
+
+def test_impossible_shares_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"RankLoader\(batch_size=0\): .*; RankLoader\(world_size=0\): must be"):
+        RankLoader([0], 0, rank=2, world_size=0)
+    with pytest.raises(ValueError, match=r"\(rank=2\): must be a whole number from 0 and below"):
+        RankLoader([0], 1, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="1 items cannot be shared by 2 ranks"):
+        RankLoader([0], 1, rank=1, world_size=2)

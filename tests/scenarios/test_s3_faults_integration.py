@@ -17,7 +17,6 @@ from PIL import Image
 import fault_proxy as faults
 from fault_proxy import FaultProxy
 from flytekitplugins.daskpytorch import data
-from flytekitplugins.daskpytorch.data.image_folder import _Source
 from jpegs import encoded, photo
 from processes import nothing_left_behind, run_program
 from seaweed import NO_RIGHTS, PUBLIC, READER, Keys, Weed
@@ -133,8 +132,7 @@ def test_wrong_keys_are_refused_when_listing_and_when_reading(
     with pytest.raises(PermissionError, match=rf"s3://{BUCKET}/few/ may not be read.*Check the credentials.*{cause}"):
         folder(keys=keys)
     dataset = folder(on_error="skip")  # that is none of its business
-    access = replace(dataset._source.here.bucket.access, key=keys.access, secret=keys.secret)
-    dataset._source = _Source(BUCKET, access)
+    dataset._access, dataset._readers = replace(dataset._access, key=keys.access, secret=keys.secret), {}
     proxy.heal()
     with pytest.raises(PermissionError, match=rf"{URI} may not be read.*{cause}"):
         read(dataset, VICTIM)

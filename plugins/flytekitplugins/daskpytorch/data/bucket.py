@@ -307,18 +307,13 @@ def credentials(session: Any) -> Callable[[], Any]:
 
 def split_uri(s3_bucket: str, s3_prefix: str) -> tuple[str, str]:
     """Return bucket and prefix. Raises `ValueError` if the bucket's name is malformed, or the prefix is given twice."""
-    bucket, prefix = s3_bucket, s3_prefix
-    if "://" in s3_bucket:
-        scheme, _, rest = s3_bucket.partition("://")
-        bucket, _, inner = rest.partition("/")
-        if scheme not in ("s3", "s3a"):
-            raise ValueError(f"s3_bucket={s3_bucket!r}: must be a bucket's name or s3://bucket/prefix")
-        if inner.strip("/") and s3_prefix.strip("/"):
-            raise ValueError(f"s3_bucket={s3_bucket!r} and s3_prefix={s3_prefix!r}: name the prefix once")
-        prefix = inner or s3_prefix
-    if not bucket or "/" in bucket:
+    scheme, _, rest = s3_bucket.rpartition("://")
+    bucket, _, prefix = rest.partition("/")
+    if scheme not in ("", "s3", "s3a") or not bucket or (not scheme and "/" in rest):
         raise ValueError(f"s3_bucket={s3_bucket!r}: must be a bucket's name or s3://bucket/prefix")
-    return bucket, prefix.strip("/")
+    if prefix.strip("/") and s3_prefix.strip("/"):
+        raise ValueError(f"s3_bucket={s3_bucket!r} and s3_prefix={s3_prefix!r}: name the prefix once")
+    return bucket, (prefix or s3_prefix).strip("/")
 
 
 def access_options(options: Mapping[str, Any], *, anon: bool) -> dict[str, Any]:

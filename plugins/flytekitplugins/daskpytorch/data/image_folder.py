@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,6 +103,7 @@ RULES = {
     "num_retries": checks.whole(0),
 }
 NUM_DECODERS = 2
+"""More threads would compete for cores with the reading threads."""
 
 
 class S3ImageFolder(Dataset[tuple[Any, Any]]):
@@ -197,13 +197,26 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         self.transform = transform
         self.target_transform = target_transform
         self._decoder, self._on_error = decoder, on_error
-        self._source = _Source(bucket, access)
-        listing = self._source.here.bucket.listing(f"{prefix}/" if prefix else "")
-        self._index = ImageIndex.of(listing, bucket, prefix, nested=nested)
-        self.all_files = [listed.key for listed in self._index.files]
-        self.classes = self._index.classes
+        self._bucket, self._access = bucket, access
+        self._readers: dict[int, _Reader] = {}
+        """By process id. Entries of parents stay after a fork: their threads do not exist here."""
+        folder = f"{prefix}/" if prefix else ""
+        listing = self._reader.bucket.listing(folder)
+        self._files = pictures_in(listing, f"s3://{bucket}/{folder}", folder, nested=nested)
+        self.all_files = [listed.key for listed in self._files]
+        names = [key.removeprefix(folder).partition("/")[0] for key in self.all_files]
+        self.classes = sorted(set(names))
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
-        self.targets = self._index.targets
+        self.targets = [self.class_to_idx[name] for name in names]
+
+    @property
+    def _reader(self) -> _Reader:
+        if (pid := os.getpid()) not in self._readers:
+            self._readers[pid] = _Reader(self._bucket, self._access)
+        return self._readers[pid]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_readers": {}}
 
     @property
     def etags(self) -> list[str]:
@@ -211,7 +224,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
 
         Equal pictures have equal texts, except after uploads in parts or with KMS keys.
         """
-        return [f"{listed.etag} {listed.size}" for listed in self._index.files]
+        return [f"{listed.etag} {listed.size}" for listed in self._files]
 
     def __len__(self) -> int:
         return len(self.all_files)
@@ -226,7 +239,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """
         self._import_decoder()
         index = range(len(self))[index]
-        outcome = self._decode(index, self._source.here.readers.submit(self._fetch, index))
+        outcome = self._decode(index, self._reader.fetch(self._files[index]))
         picture = self._judged(index, outcome)
         if picture is None and isinstance(outcome, Exception):
             raise outcome
@@ -242,8 +255,8 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             OSError: A picture could not be read. The subclass says why.
         """
         self._import_decoder()
-        bodies = self._source.bodies(self._fetch, indices, ahead_of(indices))
-        outcomes = self._source.here.decoders.map(self._decode, indices, bodies)
+        bodies = self._reader.bodies(self._files, indices, ahead_of(indices))
+        outcomes = self._reader.decoders.map(self._decode, indices, bodies)
         try:
             pictures = [(index, self._judged(index, outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
         finally:
@@ -257,9 +270,6 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
                 "the log has the reason for each. Mend these pictures, or leave them out of the data set"
             )
         return items
-
-    def _fetch(self, index: int) -> bytes:
-        return self._source.here.bucket.read(self._index.files[index])
 
     def _import_decoder(self) -> None:
         from PIL import Image
@@ -295,92 +305,65 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         )
 
     def _uri(self, index: int) -> str:
-        return f"s3://{self._source.name}/{self.all_files[index]}"
+        return f"s3://{self._bucket}/{self.all_files[index]}"
 
 
-@dataclass
-class _Threads:
-    bucket: Bucket
-    readers: ThreadPoolExecutor
-    decoders: ThreadPoolExecutor
-    """Two threads. More would compete for cores with the reading threads."""
-    ahead: dict[int, Future[bytes]] = field(default_factory=dict)
+class _Reader:
+    """Client and threads of one process."""
 
+    def __init__(self, bucket: str, access: Access) -> None:
+        self.bucket = Bucket(bucket, access)
+        self.threads = ThreadPoolExecutor(access.num_connections, thread_name_prefix="s3-reader")
+        self.decoders = ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="s3-decoder")
+        self._ahead: dict[int, Future[bytes]] = {}
 
-class _Source:
-    def __init__(self, name: str, access: Access) -> None:
-        self.name, self._access = name, access
-        self._by_process: dict[int, _Threads] = {}
-        """By process id.
+    def fetch(self, listed: Listed) -> Future[bytes]:
+        return self.threads.submit(self.bucket.read, listed)
 
-        Entries of parents stay after a fork, since closing them would wait for threads that do not exist here.
-        """
-
-    @property
-    def here(self) -> _Threads:
-        if (pid := os.getpid()) not in self._by_process:
-            self._by_process[pid] = _Threads(
-                Bucket(self.name, self._access),
-                ThreadPoolExecutor(self._access.num_connections, thread_name_prefix="s3-reader"),
-                ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="s3-decoder"),
-            )
-        return self._by_process[pid]
-
-    def bodies(
-        self, fetch: Callable[[int], bytes], indices: Sequence[int], ahead: Iterable[int]
-    ) -> list[Future[bytes]]:
+    def bodies(self, files: Sequence[Listed], indices: Sequence[int], ahead: Iterable[int]) -> list[Future[bytes]]:
         """Start downloads of a batch and then of the next batch. Return the first batch's downloads.
 
         Downloads that an earlier call has started are used for the first batch, or else cancelled.
         """
-        here = self.here
-        known, here.ahead = here.ahead, {}  # only this thread uses `known` from now on
-        bodies = [known.pop(index) if index in known else here.readers.submit(fetch, index) for index in indices]
+        known, self._ahead = self._ahead, {}  # only this thread uses `known` from now on
+        bodies = [known.pop(index) if index in known else self.fetch(files[index]) for index in indices]
         for body in known.values():
             body.cancel()
-        here.ahead = {index: here.readers.submit(fetch, index) for index in ahead}
+        self._ahead = {index: self.fetch(files[index]) for index in ahead}
         return bodies
 
-    def __reduce__(self) -> tuple[type[_Source], tuple[str, Access]]:
-        return _Source, (self.name, self._access)
 
-
-# ---- The index of a folder, made from one listing
+# ---- The pictures of a folder, from one listing
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageIndex:
-    files: Sequence[Listed]
-    classes: list[str]
-    targets: list[int]
+def pictures_in(listing: Iterable[Listed], uri: str, folder: str, *, nested: bool) -> list[Listed]:
+    """Return the pictures among the objects of a folder, and log what is left out.
 
-    @classmethod
-    def of(cls, listing: Iterable[Listed], bucket: str, prefix: str, *, nested: bool) -> ImageIndex:
-        folder = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        files: list[Listed] = []
-        others: Counter[str] = Counter()
-        examples: dict[str, str] = {}
-        for listed in listing:
-            kind = _kind(listed.key, folder)
-            if kind == "picture" or (nested and kind == "deeper picture"):
-                files.append(listed)
-            else:
-                others[kind] += 1
-                examples.setdefault(kind, listed.key)
-        uri = f"s3://{bucket}/{folder}"
-        if others["deeper picture"]:
-            raise ValueError(_too_deep(uri, folder, others["deeper picture"], examples["deeper picture"]))
-        if not files:
-            raise FileNotFoundError(_nothing(uri, others, examples))
-        for kind in others.keys() - {"folder marker"}:
-            logger.warning("%s: left out %d x %s, such as %s", uri, others[kind], kind, examples[kind])
-        names = [listed.key.removeprefix(folder).split("/")[0] for listed in files]
-        classes = sorted(set(names))
-        places = {name: place for place, name in enumerate(classes)}
-        targets = [places[name] for name in names]
-        return cls(files=files, classes=classes, targets=targets)
+    Raises `ValueError` for pictures at deeper levels unless `nested`, and `FileNotFoundError` without pictures.
+    """
+    pictures: list[Listed] = []
+    others: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for listed in listing:
+        kind = _kind(listed.key, folder)
+        if kind == "picture" or (nested and kind == "deeper picture"):
+            pictures.append(listed)
+        else:
+            others[kind] += 1
+            examples.setdefault(kind, listed.key)
+    if deeper := others["deeper picture"]:
+        raise ValueError(_too_deep(uri, folder, deeper, examples["deeper picture"]))
+    left_out = {kind: f"{count} x {kind}, such as {examples[kind]}" for kind, count in others.items() if count}
+    if not pictures:
+        raise FileNotFoundError(
+            f"{uri} has no pictures. Looked for {uri}CLASS/PICTURE with the extensions {' '.join(IMAGE_EXTENSIONS)}; "
+            f"found {'; '.join(left_out.values()) or 'no such object'}. Check bucket, prefix and endpoint"
+        )
+    for kind in left_out.keys() - {"folder marker"}:
+        logger.warning("%s: left out %s", uri, left_out[kind])
+    return pictures
 
 
 def _kind(key: str, folder: str) -> str:
@@ -399,12 +382,4 @@ def _too_deep(uri: str, folder: str, count: int, example: str) -> str:
     return (
         f"{uri} has {count} pictures that lie deeper than class/picture, such as {example}. If {first!r} is a part "
         f"of the data rather than a class, name it: {uri}{first}. If {first!r} is a class, pass nested=True"
-    )
-
-
-def _nothing(uri: str, others: Counter[str], examples: dict[str, str]) -> str:
-    there = ", ".join(f"{count} x {kind} (such as {examples[kind]})" for kind, count in others.items())
-    return (
-        f"{uri} has no pictures. Looked for {uri}CLASS/PICTURE with the extensions {' '.join(IMAGE_EXTENSIONS)}; "
-        f"found {there or 'no object whose key begins so'}. Check bucket, prefix and endpoint"
     )

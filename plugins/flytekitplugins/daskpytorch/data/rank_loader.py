@@ -7,7 +7,7 @@ workers.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral, Real
 from types import SimpleNamespace
@@ -82,32 +82,28 @@ def split_by_class(
     problems.raise_any()
     if not labels:
         raise ValueError("there is nothing to split: the data set is empty")
-    by_class: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for index, (label, content) in enumerate(zip(labels, contents, strict=True)):
-        by_class[label][content].append(index)
-    is_held_out: dict[str, bool] = {}
-    for _, equal_items in sorted(by_class.items()):
-        _choose(equal_items, held_out, seed, is_held_out)
+    of_class: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    for label, content in zip(labels, contents, strict=True):
+        of_class[label][content] += 1
+    chosen: set[str] = set()
+    for own in of_class.values():
+        wanted = round(held_out * own.total())
+        # Hashes in place of random numbers: items that are added to a class later move few others to the other side.
+        for content in sorted(own, key=lambda content: (content not in chosen, _hash(seed, content))):
+            if content in chosen or own[content] <= wanted:
+                chosen.add(content)
+                wanted -= own[content]
     sides: tuple[list[int], list[int]] = ([], [])
     for index, content in enumerate(contents):
-        sides[is_held_out[content]].append(index)
+        sides[content in chosen].append(index)
     if not all(sides):
         raise ValueError(
-            f"held_out={held_out} of {len(labels)} items in {len(by_class)} classes leaves nothing to "
+            f"held_out={held_out} of {len(labels)} items in {len(of_class)} classes leaves nothing to "
             f"{'test' if sides[0] else 'train'} on: the largest class has "
-            f"{max(sum(map(len, equal.values())) for equal in by_class.values())} items. "
+            f"{max(own.total() for own in of_class.values())} items. "
             f"{'Raise' if sides[0] else 'Lower'} held_out, or give more items"
         )
     return sides
-
-
-def _choose(equal_items: dict[str, list[int]], held_out: float, seed: int, is_held_out: dict[str, bool]) -> None:
-    wanted = round(held_out * sum(map(len, equal_items.values())))
-    wanted -= sum(len(indices) for content, indices in equal_items.items() if is_held_out.get(content))
-    # Hashes in place of random numbers: items that are added to a class later move few others to the other side.
-    for content in sorted(equal_items.keys() - is_held_out, key=lambda content: _hash(seed, content)):
-        is_held_out[content] = len(equal_items[content]) <= wanted
-        wanted -= len(equal_items[content]) * is_held_out[content]
 
 
 def _hash(seed: int, content: str) -> bytes:
@@ -121,7 +117,22 @@ def _place() -> tuple[int, int]:
     return own.rank, own.world_size
 
 
-OWN_OPTIONS = ("sampler", "batch_sampler", "generator")
+RULES = {
+    **dict.fromkeys(
+        ("sampler", "batch_sampler", "generator"),
+        must_be("left out, since the loader shares the items out itself", lambda _: False),
+    ),
+    "in_order": must_be(
+        "True, else nobody could tell which items the gang was given", lambda value: value is not False
+    ),
+    "dataset": must_be(
+        "map-style, with a length and with items that have numbers",
+        lambda value: hasattr(value, "__len__") and not isinstance(value, IterableDataset),
+    ),
+    "batch_size": COUNT,
+    "seed": SEED,
+    "world_size": COUNT,
+}
 
 
 class MapStyle(Sized, Protocol):
@@ -184,11 +195,12 @@ class RankLoader:
             ValueError: There are fewer items than ranks, or, with `drop_last`, than one step takes. A number is out of
                 range, an option decides on the order, or the dataset has no indices.
         """
-        if problems := _problems(dataset, options):
-            raise ValueError("; ".join(problems))
         own_rank, own_world_size = _place()
-        self._rank = own_rank if rank is None else rank
-        self._world_size = own_world_size if world_size is None else world_size
+        self._rank = rank = own_rank if rank is None else rank
+        self._world_size = world_size = own_world_size if world_size is None else world_size
+        values = {"dataset": dataset, "batch_size": batch_size, "seed": seed, "rank": rank, "world_size": world_size}
+        problems = Problems("RankLoader", SimpleNamespace(**values, **options), RULES)
+        problems.raise_any()
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self.num_items = len(dataset)
         self.batch_size = batch_size
@@ -201,7 +213,7 @@ class RankLoader:
         """Indices of the items that all ranks together got in the last step: int64, one dimension."""
         self.share = self.global_batch
         """This rank's part of `global_batch`."""
-        self._check()
+        self._check(problems)
         self._loop = object()
         self._generator = torch.Generator()  # else each epoch would draw from the global one, as dropout does
         source, numbers = numbers_in_whole(dataset)
@@ -209,12 +221,7 @@ class RankLoader:
         batches: Batches = self._batches if numbers is None else ReadAhead(self._batches, options.get("num_workers", 0))
         self._loader: DataLoader[Any] = DataLoader(source, batch_sampler=batches, generator=self._generator, **options)
 
-    def _check(self) -> None:
-        values = SimpleNamespace(
-            batch_size=self.batch_size, seed=self._seed, rank=self._rank, world_size=self._world_size
-        )
-        problems = Problems("RankLoader", values, {"batch_size": COUNT, "seed": SEED, "world_size": COUNT})
-        problems.raise_any()
+    def _check(self, problems: Problems) -> None:
         here = f"a whole number from 0 and below world_size={self._world_size}"
         problems.check("rank", _whole(range(self._world_size), here))
         problems.raise_any()
@@ -335,18 +342,6 @@ class _BatchesOfRank(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self.steps)
-
-
-def _problems(dataset: object, options: Mapping[str, Any]) -> list[str]:
-    given = [name for name in OWN_OPTIONS if name in options]
-    problems = [
-        f"{name}={shown(options[name])}: leave it out, the loader shares the items out itself" for name in given
-    ]
-    if options.get("in_order") is False:
-        problems.append("in_order=False: must be True, else nobody could tell which items the gang was given")
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        problems.append(f"dataset={shown(dataset)}: must be map-style, with a length and with items that have numbers")
-    return problems
 
 
 # ---- The next batch
