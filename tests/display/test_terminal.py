@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.display.run_state import RunState
 from flytekitplugins.daskpytorch.display.terminal import MAX_LINE, Board, Display
 from flytekitplugins.daskpytorch.errors import GangError
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord
+from flytekitplugins.daskpytorch.sweep.sweep import SweepDisplay
 from told import To, node, shape_of
 
 SHAPE = shape_of(node("tcp://10.0.0.1:1", "h1"), node("tcp://10.0.0.2:1", "h2"))
@@ -256,3 +257,33 @@ def test_a_terminal_shows_the_call_of_a_gang_that_stays_or_that_it_is_idle() -> 
     To(display).called("flows.train", None)
     assert (line.fields["name"], line.fields["text"]) == ("gang", "idle")
     To(display).ended(None)
+
+
+def test_models_of_a_sweep_have_plain_lines_with_their_names() -> None:
+    """Three models: one ends well, one fails, and one is still there."""
+    text = io.StringIO()
+    board = SweepDisplay(3, Console(file=text, width=160, highlight=False))
+    lines = [board.line(index, {"lr": 0.1 * index, "[tag]": "x" * 60}) for index in range(3)]
+    for line in lines:
+        To(line).formed(0.1)
+    for step in range(4):
+        To(lines[0]).logged(record(step, epoch=1 + step // 2, loss=1.0))
+        To(lines[0]).logged(record(step, rank=1, epoch=1, loss=77.0))
+    To(lines[0]).wrote(1, ["[brackets] stay"])
+    To(lines[0]).ended(None)
+    To(lines[1]).noted("train: going on from step 4")
+    To(lines[1]).ended(ValueError("no good\nreally"))
+    shown = text.getvalue().splitlines()
+    label = "{'lr': 0.0, '[tag]': 'xxxxxxxxxxxxxxxxxxxxxxxxx…"
+    assert shown[0] == f"model 0 {label}: epoch 1  step 0/8  loss 1"
+    assert shown[1] == f"model 0 {label}: epoch 2  step 2/8  loss 1"
+    assert shown[2:4] == ["[model 0, rank 1] [brackets] stay", "model 1, train: going on from step 4"]
+    assert shown[4].startswith("model 1 {'lr': 0.1")
+    assert shown[4].endswith("failed: ValueError: no good")
+    assert len(shown) == 5
+
+
+def test_models_that_have_only_begun_in_an_earlier_call_are_no_ended_ones() -> None:
+    text = io.StringIO()
+    SweepDisplay(4, Console(file=text, width=160)).restored([], "s3://bucket/sweep")
+    assert text.getvalue() == "0 of 4 models have ended before, as s3://bucket/sweep has it\n"

@@ -4,10 +4,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flytekit.types.file import FlyteFile
 from PIL import Image
 from tensorboard.plugins.hparams import plugin_data_pb2
 from werkzeug.serving import BaseWSGIServer, make_server
@@ -59,6 +61,12 @@ def losses(observer: Observer, steps: range, loss: float) -> None:
 # ---- Which run
 
 
+@dataclass
+class Rates:
+    first: float
+    second: float
+
+
 def named(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Training:
     execution = Execution()
     execution.name = "f3a"
@@ -91,10 +99,12 @@ def test_id_of_a_local_training_is_new_each_time() -> None:
 
 
 def test_inputs_are_the_arguments_without_secrets_and_cut() -> None:
-    def train(lr: float, text: str, many: list[int], api_key: str) -> None: ...
+    def train(lr: float, text: str, many: list[int], few: list[int], file: FlyteFile, api_key: str) -> None: ...
 
-    inputs = named(train, 0.5, "x" * 1000, api_key="s3cret", many=[1] * 99).inputs
-    assert inputs == {"lr": 0.5, "text": "x" * 499 + "…", "num_many": 99, "api_key": "(hidden)"}
+    rates, kept = Rates(0.5, 0.25), {"few": [1, 2], "file": FlyteFile("s3://b/names.csv")}
+    inputs = named(train, rates, "x" * 1000, api_key="s3cret", many=[1] * 99, **kept).inputs
+    rest = {"text": "x" * 499 + "…", "num_many": 99, "few": "[1, 2]", "file": "s3://b/names.csv", "api_key": "(hidden)"}
+    assert inputs == {"first": 0.5, "second": 0.25, **rest}
     assert named(min, 1).inputs == {}
 
     def left(lr: float, momentum: float = 0.9, *rest: int, nesterov: bool = False, **more: int) -> None: ...

@@ -8,14 +8,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from flytekit import Secret
-from flytekit.types.file import FlyteFile
 from PIL import Image
 
 from flytekitplugins.daskpytorch import Histogram, Picture, Wandb
@@ -84,26 +82,6 @@ def test_run_id_is_the_pods_name_or_execution_and_task(
 
 
 GANG = {"gang/world_size": 1, "gang/num_workers": 1, "gang/backend": "gloo", "gang/hosts": "h", "gang/gpus": ""}
-
-
-def test_config_is_the_tasks_with_the_users_own_on_top() -> None:
-    @dataclass
-    class Rates:
-        first: float
-        second: float
-
-    inputs = {"file": FlyteFile("s3://b/names.csv"), "rates": Rates(0.5, 0.25), "names": ["a"] * 21, "few": [1, 2]}
-    wandb = Wandb(project="names", config={"first": 1, "team": "a"})
-    made, _ = asked(wandb, training=of_task("train", "f3a", inputs))
-    assert made.config == {
-        "file": "s3://b/names.csv",
-        "first": 1,
-        "second": 0.25,
-        "num_names": 21,
-        "few": "[1, 2]",
-        "team": "a",
-        **GANG,
-    }
 
 
 @pytest.mark.parametrize(("group", "expected"), [(None, "train-f3a"), ("ours", "ours")])
@@ -236,18 +214,19 @@ def test_users_init_joins_the_run_which_is_there_when_the_function_begins(tmp_pa
     import wandb
 
     wandb_of = Wandb(project="names", dir=str(tmp_path), tags=("ours",), config={"epochs": 3, "lr": 1.0})
-    tracker = RankRun(*asked(wandb_of))
+    tracker = RankRun(*asked(wandb_of, training=of_task("train", "f3a", {"lr": 9.0, "size": 4})))
     tracker.on_begin()
     assert wandb.run is not None
     with wandb.init(project="others", tags=["theirs"]) as joined:
         assert joined is wandb.run
+        assert joined.config["lr"] == 1.0  # the user's comes before the input
         joined.config.update({"lr": 0.5, "depth": 2}, allow_val_change=True)
         joined.log({"own": 1.0})
         tracker.on_log(record(1, loss=2.0))
     tracker.on_end(0)
     run = run_in(tmp_path)
     assert (run["runs"] > 0, run["id"], run["tags"]) == (True, "f3a-train", ["ours"])
-    assert run["config"] == {"epochs": 3, "lr": 0.5, "depth": 2, **GANG}
+    assert run["config"] == {"size": 4, "epochs": 3, "lr": 0.5, "depth": 2, **GANG}
     own, ours = rows_of(tmp_path)
     assert own["own"] == 1.0
     assert ours == {"step": 1, "loss": 2.0}
