@@ -202,7 +202,8 @@ class GangState:
 
     def hear(self, connection: Connection, message: messages.FromAgent) -> None:
         if isinstance(message, messages.Hello):
-            self._welcome(message, connection)
+            if (displaced := self.agents.welcome(message, connection)) is not None:
+                self._note_loss(displaced)
             return
         if (peer := self.agents.find(connection)) is None:  # the agent was given up
             return
@@ -216,10 +217,6 @@ class GangState:
                 self._note_leaving(peer)
             case messages.Lines(rank, lines):
                 self.observers.tell(journal.Wrote(rank=rank, lines=lines))
-
-    def _welcome(self, hello: messages.Hello, connection: Connection) -> None:
-        if (displaced := self.agents.welcome(hello, connection)) is not None:
-            self._note_loss(displaced)
 
     def note_end(self, connection: Connection) -> None:
         """Record the end of an agent's connection, and close it.
