@@ -291,7 +291,7 @@ def test_ranks_have_the_grace_period_or_a_quarter_if_none_asks(
     agent = world.agent(W1)
     world.feed(world.state.request_stop, REASON)
     for each in world.connected():
-        world.report(each, next(iter(each.ranks)), Answer(Question.HOLD, 1, (1 if heeds else 0, False)))
+        world.report(each, next(iter(each.ranks)), Answer(1, (1 if heeds else 0, False)))
     world.wait(seconds - 1.0)
     assert not any(isinstance(order, messages.Stop) for order in agent.orders)
     world.wait(2.0)
@@ -409,7 +409,7 @@ def test_all_ranks_stop_at_the_foremost_ranks_call(gang_of: MakeWorld) -> None:
     world = gang_of()
     world.feed(world.state.request_stop, REASON)
     for worker, rank, num_calls, told in ((W1, 0, 5, []), (W2, 1, 3, [Release(5)])):
-        world.report(world.agent(worker), rank, Answer(Question.HOLD, 1, (num_calls, False)))
+        world.report(world.agent(worker), rank, Answer(1, (num_calls, False)))
         orders = [getattr(order, "order", None) for order in world.agent(W1).orders]
         assert [order for order in orders if isinstance(order, Release)] == told
 
@@ -576,11 +576,8 @@ def test_an_attempt_starts_waits_or_is_refused(facts: dict[str, Any], expected: 
 def locate(world: World, worker: str, rank: int, stacks: str, num_moves: int = 4) -> None:
     """A rank answers the newest questions: where it is, and its collectives."""
     newest = world.brain._attempt._num_asked
-    for question, number, value in (
-        (Question.STACKS, newest - 1, Located(stacks, num_moves)),
-        (Question.COLLECTIVES, newest, world.recalled.get(rank)),
-    ):
-        world.report(world.agent(worker), rank, Answer(question, number, value))
+    for number, value in ((newest - 1, Located(stacks, num_moves)), (newest, world.recalled.get(rank))):
+        world.report(world.agent(worker), rank, Answer(number, value))
 
 
 LOOK = [Question.STACKS, Question.COLLECTIVES]

@@ -26,8 +26,7 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEnt
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Question
 from flytekitplugins.daskpytorch.rank import checkpoint as checkpoint_module
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.rank.link import unwrapped
-from flytekitplugins.daskpytorch.rank.transfers import Transfers
+from flytekitplugins.daskpytorch.rank.link import Transfers, unwrapped
 from flytekitplugins.daskpytorch.records import SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang, Keep
 from gangs import order_for
@@ -104,7 +103,7 @@ class Rank:
 def arrived(value: object = None) -> Future[Answer]:
     """What a rank waits for, which has happened."""
     arrival: Future[Answer] = Future()
-    arrival.set_result(Answer(Question.CHECKPOINT, 0, value))
+    arrival.set_result(Answer(0, value))
     return arrival
 
 

@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.process import worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, CheckpointEntry
 from flytekitplugins.daskpytorch.rank import sharded, shards
 from flytekitplugins.daskpytorch.rank.checkpoint import RankCheckpoint
-from flytekitplugins.daskpytorch.rank.transfers import Transfers
+from flytekitplugins.daskpytorch.rank.link import Transfers
 from gangs import order_for
 from sharded_rank import Rank
 

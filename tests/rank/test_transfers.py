@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.protocol import messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.job import LargeCall
-from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN, Transfers
+from flytekitplugins.daskpytorch.rank.link import UNWRITTEN, Transfers
 from flytekitplugins.daskpytorch.settings import Gang
 from gangs import order_for
 

@@ -484,7 +484,7 @@ class World:
         for rank in list(agent.ranks.values()):
             match order:
                 case Ask():
-                    self.report(agent, rank.rank, Answer(order.question, order.number, self._answer(rank, order)))
+                    self.report(agent, rank.rank, Answer(order.number, self._answer(rank, order)))
                 case NextCall(number=number):
                     self._call(rank, number)
                 case Forget(number):

@@ -18,7 +18,6 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.messages import Question
 
 ANSWER_TIME = 0.4
 """Seconds for the ranks' answers to a question about a failure or a hang. Then the driver goes on."""
@@ -44,8 +43,8 @@ class Moment(enum.Enum):
 class Part:
     """Methods do nothing by default."""
 
-    takes: tuple[type | Question, ...] = ()
-    """Types of reports and questions for `take`."""
+    takes: tuple[type, ...] = ()
+    """Types of reports for `take`."""
 
     def enter(self, stage: Stage) -> None:
         """Called at a new stage of the gang."""

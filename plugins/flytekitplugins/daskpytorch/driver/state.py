@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
+from flytekitplugins.daskpytorch.protocol.messages import Answer
 from flytekitplugins.daskpytorch.protocol.observer import Observers
 from flytekitplugins.daskpytorch.records import LogRecord
 
@@ -122,7 +122,7 @@ class GangState:
         self.now = clock
         self.deadlines = Deadlines(request.settings.grace_period)
         self.observers = observers
-        self._takers: dict[type | Question, list[Part]] = {}
+        self._takers: dict[type, list[Part]] = {}
 
     def use(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -264,7 +264,7 @@ class GangState:
         if (peer := self.agents.find(connection)) is not None:
             for rank, num_moves in beat.num_moves.items():
                 if (attempt := self._attempt_of(peer, rank)) is not None:
-                    self._hand_out(Moves, peer, attempt, rank, Moves(num_moves))
+                    self._hand_out(peer, attempt, rank, Moves(num_moves))
 
     def hear_of_rank(
         self, connection: Connection, rank: int, said: Iterable[messages.ShortReport | ReceivedPiece]
@@ -300,11 +300,10 @@ class GangState:
                 attempt.has_stopped_early |= stopped_early
             case Failure():
                 attempt.note_failure(rank, report)
-        key = report.question if isinstance(report, Ask) else type(report)
-        self._hand_out(key, peer, attempt, rank, report)
+        self._hand_out(peer, attempt, rank, report)
 
-    def _hand_out(self, kind: type | Question, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        for part in self._takers.get(kind, ()):
+    def _hand_out(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
+        for part in self._takers.get(type(report), ()):
             part.take(peer, attempt, rank, report)
 
     def _take_note(self, attempt: Attempt, rank: int, noted: messages.Noted) -> None:

@@ -12,7 +12,7 @@ Runs in all processes. May import `process`, `settings`, `context`, `records` an
     rank   ──▶ rank 0         its listening address, in torch's `TCPStore`                     TCP, one connection each
 
 On the driver's machine, ranks write and read checkpoints in the driver's folder. Elsewhere checkpoints travel
-(`rank.transfers`), and so do large calls to every node. Large return values come in pieces.
+(`rank.link`), and so do large calls to every node. Large return values come in pieces.
 
 The driver listens and agents connect. Each end unpickles only after both have proved knowledge of the gang's token
 (`framing`). No end waits for an answer: a missing one shows as a closed connection, or as an agent without heartbeats.

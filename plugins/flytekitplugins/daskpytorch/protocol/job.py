@@ -22,7 +22,7 @@ STOPPED = 143
 AUTO_PULSE = 10.0
 """Seconds between two reports of signs of life with `hang_timeout="auto"`."""
 LARGE = 1 << 20
-"""Bytes from which ranks download a pickled call (`rank.transfers`)."""
+"""Bytes from which ranks download a pickled call (`rank.link`)."""
 Key = str | tuple[Any, ...]
 
 

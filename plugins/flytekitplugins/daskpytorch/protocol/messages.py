@@ -1,7 +1,7 @@
 """All messages between driver, agents and ranks. Imports neither Dask nor torch.
 
 Questions travel as `Ask`, answers as `Answer`. The driver asks all ranks of an attempt, in `Tell`. The ranks' n-th
-questions of one kind have the same answer, which all ranks of a node get.
+questions have the same answer, which all ranks of a node get.
 """
 
 import enum
@@ -76,13 +76,12 @@ class Question(enum.Enum):
 class Ask:
     question: Question
     number: int
-    """Repeated by the answer. The driver counts all its questions of an attempt from 1, a rank those of one kind."""
+    """Repeated by the answer. Driver and rank count their own questions of an attempt from 1."""
     about: Any = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    question: Question
     number: int
     value: Any
 

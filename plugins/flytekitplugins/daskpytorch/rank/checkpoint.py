@@ -1,6 +1,6 @@
 """Saves and loads a rank's checkpoints: copied at once, written in the background. Runs in a rank.
 
-whole    rank 0 --file--> the driver's checkpoints --file--> every rank of the next attempt    (`transfers`)
+whole    rank 0 --file--> the driver's checkpoints --file--> every rank of the next attempt    (`link.Transfers`)
 sharded  each rank --shards--> storage --> the ranks of the next attempt                       (`sharded`)
 """
 
@@ -17,14 +17,12 @@ from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, HashedStream, Written
 from flytekitplugins.daskpytorch.protocol.job import Job
 from flytekitplugins.daskpytorch.protocol.messages import Question
+from flytekitplugins.daskpytorch.rank.link import UNWRITTEN, GangLink
 from flytekitplugins.daskpytorch.rank.sharded import ShardedCheckpoints, copy_of, gathered, text_of
-from flytekitplugins.daskpytorch.rank.transfers import UNWRITTEN
 from flytekitplugins.daskpytorch.records import SavedCheckpoint, numbers
 
 if TYPE_CHECKING:
     import torch
-
-    from flytekitplugins.daskpytorch.rank.link import GangLink
 
 
 class RankCheckpoint(Checkpoint):

@@ -5,8 +5,6 @@ between processes. Ranks fetch the storage's files before the function. The node
 and at its end.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -14,11 +12,11 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from flytekitplugins.daskpytorch.process.folders import replacing
+from flytekitplugins.daskpytorch.process.folders import locked, replacing
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
@@ -83,14 +81,15 @@ class CompileCache:
         return files, f"{files.path(str(self._uri))}/{self._kind}"
 
     def _fetch(self) -> None:
-        with _locked(self._scratch / "compiled.lock") as has_fetched:
-            if has_fetched:
+        with locked(self._scratch / "compiled.lock") as lock:
+            if os.fstat(lock).st_size:  # another rank of the node has fetched them
                 return
             began, (files, place) = time.monotonic(), self._place()
             files.refuse_foreign(place)  # torch unpickles some of the files, and runs others
             self._kept = set(files.below(place))
             with ThreadPoolExecutor(NUM_REQUESTS) as pool:
                 self._damaged = {*filter(None, pool.map(lambda name: self._fetch_one(files, place, name), self._kept))}
+            os.write(lock, b"1")
         self._kept -= self._damaged
         if self._damaged:
             self._note(
@@ -159,15 +158,3 @@ def _name_of(path: Path, folder: Path) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        with contextlib.suppress(OSError):  # without locks, each rank may fetch the files
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield bool(os.fstat(lock).st_size)
-        os.write(lock, b"1")
-    finally:
-        os.close(lock)

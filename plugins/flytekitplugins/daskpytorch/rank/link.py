@@ -10,19 +10,21 @@ import pickle
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any
 
 from flytekitplugins.daskpytorch.context import Link, Progress
-from flytekitplugins.daskpytorch.protocol import messages, pickling
+from flytekitplugins.daskpytorch.process.folders import locked
+from flytekitplugins.daskpytorch.protocol import framing, messages, pickling
+from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, CheckpointEntry, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.job import LargeCall, RankOrder
 from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question
 from flytekitplugins.daskpytorch.protocol.observer import RankObservers
 from flytekitplugins.daskpytorch.protocol.torch_parts import sharded_classes
-from flytekitplugins.daskpytorch.rank.transfers import Transfers
 from flytekitplugins.daskpytorch.rank.usage import Ledger
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, SavedCheckpoint
 
@@ -103,8 +105,8 @@ class GangLink(Link):
         self.transfers = Transfers(order, self.progress.move)
         self._lock = threading.Lock()
         self._submit_lock = threading.Lock()
-        self._answers: dict[tuple[Question, int], Future[Answer]] = {}
-        self._num_asked: Counter[Question] = Counter()
+        self._answers: dict[int, Future[Answer]] = {}
+        self._num_asked = 0
         self._adapted: set[str] = set()
         self.has_returned = False
         self.has_delivered = False
@@ -211,14 +213,12 @@ class GangLink(Link):
             ) from error
 
     def ask(self, question: Question, about: object = None) -> Future[Answer]:
-        self._num_asked[question] += 1
-        number = self._num_asked[question]
-        answer = self.answer(question, number)
-        self.send(Ask(question, number, about))
-        return answer
+        self._num_asked += 1
+        self.send(Ask(question, self._num_asked, about))
+        return self._answer(self._num_asked)
 
-    def answer(self, question: Question, number: int = 0) -> Future[Answer]:
-        return self._answers.setdefault((question, number), Future())
+    def _answer(self, number: int) -> Future[Answer]:
+        return self._answers.setdefault(number, Future())
 
     def take(self, told: Answer | messages.Kept | LogRecord | Goodput) -> None:
         match told:
@@ -228,8 +228,8 @@ class GangLink(Link):
                 self.show(told)
             case Goodput():
                 self.account = told
-            case Answer(question, number):
-                future = self.answer(question, number)
+            case Answer(number):
+                future = self._answer(number)
                 if not future.done():  # another rank of this node has asked, too
                     future.set_result(told)
 
@@ -305,3 +305,78 @@ def _refuse_sharded(value: object, kinds: tuple[type, ...]) -> None:
             "torch.distributed.checkpoint.state_dict, or tensor.full_tensor(), and return the result. Only in a "
             "DistributedDataParallel are model.module and model.module.state_dict() whole"
         )
+
+
+# ---- Files between the driver and the ranks of a node: whole checkpoints, and a call's large arguments
+#
+# On the driver's machine, ranks write and read checkpoints in the driver's folder. Elsewhere rank 0 uploads them. The
+# first rank that needs another file downloads it to the agent's folder, where the node's other ranks find it.
+
+UNWRITTEN = "saving-"
+"""Prefix of the name of a checkpoint's file that is being written."""
+ARGUMENTS = "arguments-"
+LOCK = "downloads.lock"
+
+
+class Transfers:
+    def __init__(self, order: RankOrder, moved: Callable[[], object] = lambda: None) -> None:
+        """`moved` is called as a sign of life while bytes flow."""
+        self._agent = order.agent
+        self.scratch = Path(order.scratch)
+        self._shared = Path(order.driver_folder) if order.driver_folder is not None else None
+        self.folder = self._shared or self.scratch
+        """Where rank 0 writes its checkpoints."""
+        self._moved = moved
+
+    def tidy(self) -> None:
+        """Remove what a killed rank 0 of an earlier attempt has left unfinished."""
+        for unfinished in self.folder.glob(f"{UNWRITTEN}*"):
+            unfinished.unlink(missing_ok=True)
+
+    def deliver(self, file: CheckpointEntry) -> None:
+        """Bring a checkpoint's file from `folder` to the driver. OSError or EOFError: it did not arrive."""
+        if self._shared is not None:
+            return
+        with contextlib.closing(framing.dial(self._agent)) as connection:
+            connection.send(messages.Upload(file))
+            connection.send_file(self.scratch / file.name, self._moved)
+            _check(connection)
+        for old in self.scratch.glob("step-*.pt"):  # the driver has all that may still be loaded
+            if old.name != file.name:
+                old.unlink(missing_ok=True)
+
+    def fetch(self, file: CheckpointEntry) -> Path:
+        """Return the path of a checkpoint's file that the driver lends. OSError, EOFError or ValueError: none came."""
+        if self._shared is not None:
+            return self._shared / LENT / file.name
+        path = self.scratch / file.name
+        with locked(self.scratch / LOCK):
+            if not path.exists() or digest_of(path) != file.digest:
+                self._download(file.name, path, file.size, f"the checkpoint of step {file.step}", file.digest)
+        return path
+
+    def arguments(self, call: LargeCall) -> Path:
+        """Return the path of a large call. OSError or EOFError: none came."""
+        path = self.scratch / f"{ARGUMENTS}{call.number}"
+        with locked(self.scratch / LOCK):
+            if not path.exists():
+                for old in self.scratch.glob(f"{ARGUMENTS}*"):  # an ended call's
+                    old.unlink(missing_ok=True)
+                self._download(messages.CALL, path, call.size, "the call's large arguments")
+        return path
+
+    def _download(self, name: str, path: Path, size: int, what: str, digest: str | None = None) -> None:
+        with contextlib.closing(framing.dial(self._agent)) as connection:
+            connection.send(messages.Download(name))
+            _check(connection)
+            take_file(self._watched(connection, size, what), path, what, digest)
+
+    def _watched(self, connection: framing.Connection, size: int, what: str) -> Iterator[bytes]:
+        for piece in connection.pieces(size, what):
+            self._moved()
+            yield piece
+
+
+def _check(connection: framing.Connection) -> None:
+    if (refusal := connection.recv()) is not None:
+        raise OSError(refusal)

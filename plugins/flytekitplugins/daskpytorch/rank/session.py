@@ -122,7 +122,7 @@ class Session:
             case Question.HOLD:
                 is_handled = asked.about is not None and ending.is_handled(asked.about)
                 value = self.rank.stop_signal.hold(), is_handled
-        self._link.send(Answer(asked.question, asked.number, value))
+        self._link.send(Answer(asked.number, value))
 
 
 def failure_of(error: BaseException, at: float, link: GangLink, *, is_final: bool) -> Failure:

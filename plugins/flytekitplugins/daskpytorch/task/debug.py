@@ -172,8 +172,8 @@ class _Link(GangLink):
                 self._tell_kept()
             case Written(entry, problem):
                 self.note(f"has not kept the checkpoint of step {entry.step} ({problem})")
-            case messages.Ask(question, number, (is_sharded, step)):
-                self.take(messages.Answer(question, number, self._vault.choose(step, is_sharded=is_sharded)))
+            case messages.Ask(_, number, (is_sharded, step)):
+                self.take(messages.Answer(number, self._vault.choose(step, is_sharded=is_sharded)))
             case messages.Noted(text, adapts=False):
                 self._told.note(f"rank 0 {text}")
 

@@ -11,7 +11,7 @@ from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept, Question
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Kept
 
 GOES_ON = "the training goes on, and until the next checkpoint a restart begins from an earlier one"
 
@@ -20,7 +20,7 @@ class Checkpoints(Part):
     _awaits_evaluations = False
     """A question for the best checkpoint waits for evaluations."""
     _has_told_lack = False
-    takes = (Written, Question.CHECKPOINT)
+    takes = (Written, Ask)
 
     def __init__(self, state: GangState, vault: Vault) -> None:
         self._state = state
@@ -107,7 +107,7 @@ class Checkpoints(Part):
         for asked in self._asked:
             is_sharded, step = asked.about
             chosen = self.vault.choose(step, is_sharded=is_sharded)
-            attempt.tell(messages.Tell(Answer(asked.question, asked.number, chosen)))
+            attempt.tell(messages.Tell(Answer(asked.number, chosen)))
         self._asked = []
 
     def settle(self, *, is_last: bool) -> None:
