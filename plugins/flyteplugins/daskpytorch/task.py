@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flyte
 import flyte.report
@@ -103,9 +103,11 @@ class _Resumable(AsyncFunctionTaskTemplate):  # type: ignore[misc]
 class _OnDask(DaskTask):  # type: ignore[misc]
     """Base of tasks of Flyte's type `dask`, with this package's Dask settings in all pods."""
 
+    _settings: ClassVar[Mapping[str, str]] = in_ranks.GANG_SETTINGS
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.env_vars: Any = {**self._cluster_settings(), **(self.env_vars or {})}
+        self.env_vars: Any = {**self._settings, **PRELOAD, **(self.env_vars or {})}
         self._check_gpus()
         template = self.pod_template
         if isinstance(template, flyte.PodTemplate):
@@ -129,9 +131,6 @@ class _OnDask(DaskTask):  # type: ignore[misc]
         if resources.get_device().device:
             raise ValueError(what)
         warnings.warn(what, stacklevel=2)
-
-    def _cluster_settings(self) -> Mapping[str, str]:
-        return in_ranks.GANG_SETTINGS | PRELOAD
 
     async def pre(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return no parameters: the driver sends the user's code to the ranks, which alone need it."""
@@ -197,8 +196,7 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
 class DaskClusterTask(_Resumable, _OnDask):
     task_type: str = "dask"
 
-    def _cluster_settings(self) -> Mapping[str, str]:
-        return in_ranks.CLUSTER_SETTINGS | PRELOAD
+    _settings: ClassVar[Mapping[str, str]] = in_ranks.CLUSTER_SETTINGS
 
     async def _run(self, inputs: dict[str, Any]) -> Any:
         from flytekitplugins.daskpytorch.dask import cluster

@@ -85,17 +85,16 @@ def split_by_class(
     of_class: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for label, content in zip(labels, contents, strict=True):
         of_class[label][content] += 1
-    chosen: set[str] = set()
-    for own in of_class.values():
-        wanted = round(held_out * own.total())
+    is_held_out: dict[str, bool] = {}
+    for _, own in sorted(of_class.items()):
+        wanted = round(held_out * own.total()) - sum(own[content] for content in own if is_held_out.get(content))
         # Hashes in place of random numbers: items that are added to a class later move few others to the other side.
-        for content in sorted(own, key=lambda content: (content not in chosen, _hash(seed, content))):
-            if content in chosen or own[content] <= wanted:
-                chosen.add(content)
-                wanted -= own[content]
+        for content in sorted(own.keys() - is_held_out, key=lambda content: _hash(seed, content)):
+            is_held_out[content] = own[content] <= wanted
+            wanted -= own[content] * is_held_out[content]
     sides: tuple[list[int], list[int]] = ([], [])
     for index, content in enumerate(contents):
-        sides[content in chosen].append(index)
+        sides[is_held_out[content]].append(index)
     if not all(sides):
         raise ValueError(
             f"held_out={held_out} of {len(labels)} items in {len(of_class)} classes leaves nothing to "

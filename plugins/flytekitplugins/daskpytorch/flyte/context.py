@@ -32,6 +32,8 @@ from flytekitplugins.daskpytorch.task.config import Host
 from flytekitplugins.daskpytorch.task.local_runs import LocalRun, local_run
 
 HOST = Host(sdk="flytekit", package="flytekitplugins.daskpytorch", register=TaskPlugins.register_pythontask_plugin)
+OF_EXECUTION = {"ID": "name", "PROJECT": "project", "DOMAIN": "domain"}
+OF_TASK = ("project", "domain", "name", "version")
 CHECKPOINTS = "daskpytorch"
 """Our folder in the attempt's intratask checkpoint, where the user may have other files."""
 
@@ -84,15 +86,8 @@ def opened(uri: str, settings: DataConfig) -> Any:
 def rank_environment() -> dict[str, str]:
     params = FlyteContextManager.current_context().user_space_params
     execution, task = getattr(params, "execution_id", None), getattr(params, "_task_id", None)
-    names = {
-        "FLYTE_INTERNAL_EXECUTION_ID": getattr(execution, "name", None),
-        "FLYTE_INTERNAL_EXECUTION_PROJECT": getattr(execution, "project", None),
-        "FLYTE_INTERNAL_EXECUTION_DOMAIN": getattr(execution, "domain", None),
-        "FLYTE_INTERNAL_TASK_PROJECT": getattr(task, "project", None),
-        "FLYTE_INTERNAL_TASK_DOMAIN": getattr(task, "domain", None),
-        "FLYTE_INTERNAL_TASK_NAME": getattr(task, "name", None),
-        "FLYTE_INTERNAL_TASK_VERSION": getattr(task, "version", None),
-    }
+    names = {f"FLYTE_INTERNAL_EXECUTION_{key}": getattr(execution, name, None) for key, name in OF_EXECUTION.items()}
+    names |= {f"FLYTE_INTERNAL_TASK_{name.upper()}": getattr(task, name, None) for name in OF_TASK}
     inherited = {name: value for name, value in os.environ.items() if name.startswith(("FLYTE_", "_F_", "_FSEC_"))}
     return inherited | {name: str(value) for name, value in names.items() if value}
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 # Workers import torch for their ranks while the driver still waits for other workers.
 PRELOAD = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "flytekitplugins.daskpytorch.flyte.early_start"}
-CLUSTER_SETTINGS = in_ranks.CLUSTER_SETTINGS | PRELOAD
-GANG_SETTINGS = in_ranks.GANG_SETTINGS | PRELOAD
 
 NO_LINK = "none"
 """A link without a template. Flyte tells tasks with any type of link the address of their execution's page."""
@@ -103,14 +101,14 @@ class _Resumable(Written, PythonFunctionTask):  # type: ignore[misc]
 class _OnDask(DaskTask):  # type: ignore[misc]
     """Base of tasks of Flyte's type `dask`, with this package's Dask settings in all pods."""
 
-    def __init__(
-        self, task_config: Any, task_function: Callable[..., Any], settings: Mapping[str, str], **kwargs: Any
-    ) -> None:
+    _settings: Mapping[str, str] = in_ranks.GANG_SETTINGS
+
+    def __init__(self, task_config: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         name, num_workers = f"{task_function.__module__}.{task_function.__name__}", task_config.num_workers
         labels = {**_of_template(kwargs, "labels"), **(kwargs.get("labels") or {})}
         annotations = {**_of_template(kwargs, "annotations"), **kwargs["annotations"]}
         kwargs["annotations"] |= in_ranks.pod_group(name, labels, annotations, num_workers)
-        kwargs["environment"] = {**settings, **(kwargs.get("environment") or {})}
+        kwargs["environment"] = {**self._settings, **PRELOAD, **(kwargs.get("environment") or {})}
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
         self._check_accelerator()
 
@@ -211,8 +209,7 @@ class _InRanks(in_ranks.InRanks, _Resumable):
 
 
 class DaskDDPTask(_InRanks, in_ranks.OnDaskWorkers, _OnDask):
-    def __init__(self, task_config: GangOnDask, task_function: Callable[..., Any], **kwargs: Any) -> None:
-        super().__init__(task_config, task_function, settings=GANG_SETTINGS, **kwargs)
+    """Calls the task's function in ranks on Dask workers."""
 
 
 class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
@@ -229,8 +226,7 @@ class SpawnDDPTask(_InRanks, in_ranks.OnOwnNode):
 
 
 class DaskClusterTask(_Resumable, _OnDask):
-    def __init__(self, task_config: Cluster, task_function: Callable[..., Any], **kwargs: Any) -> None:
-        super().__init__(task_config, task_function, settings=CLUSTER_SETTINGS, **kwargs)
+    _settings = in_ranks.CLUSTER_SETTINGS
 
     def execute(self, **kwargs: Any) -> Any:
         from flytekitplugins.daskpytorch.dask import cluster

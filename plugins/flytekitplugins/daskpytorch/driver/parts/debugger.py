@@ -82,7 +82,8 @@ class Debugger(Part):
                 self._post(partial(self._tell_user, rank, prompt))
                 return
             self._is_talking, is_shown = True, threading.Event()
-            self._post(partial(self._show, rank, is_shown))
+            self._post(partial(self._show, rank))
+            self._post(is_shown.set)
             is_shown.wait(END_TIME)  # other lines must not mix with pdb's
             has_left = False
             with contextlib.suppress(OSError, termios.error):  # the rank has ended, or has another terminal
@@ -92,10 +93,8 @@ class Debugger(Part):
         if has_left:
             self._post(partial(self._tell_user, rank, prompt))
 
-    def _show(self, rank: int | None, is_shown: threading.Event | None = None) -> None:
+    def _show(self, rank: int | None) -> None:
         self._observers.tell(journal.Prompted(rank=rank))
-        if is_shown is not None:
-            is_shown.set()
 
     def _tell_user(self, rank: int, prompt: Debugged) -> None:
         places = self._attempt.places
