@@ -7,7 +7,8 @@ import pytest
 
 import specs
 from backend import failures, render
-from flytekitplugins.daskpytorch.flyte.task import CLUSTER_SETTINGS, GANG_SETTINGS
+from flytekitplugins.daskpytorch.flyte.task import PRELOAD
+from flytekitplugins.daskpytorch.task.in_ranks import CLUSTER_SETTINGS, GANG_SETTINGS
 from processes import SCRIPTS
 
 Made = dict[str, Any]
@@ -107,7 +108,7 @@ def test_the_clusters_pods_run_commands_that_this_package_has(made: dict[str, Ma
 
 def test_our_settings_of_dask_reach_all_the_pods(made: dict[str, Made]) -> None:
     for name, job in jobs(made).items():
-        settings = CLUSTER_SETTINGS if name in ON_A_CLUSTER else GANG_SETTINGS
+        settings = PRELOAD | (CLUSTER_SETTINGS if name in ON_A_CLUSTER else GANG_SETTINGS)
         for container in containers(job).values():
             found = environment(container)
             assert settings.keys() <= found.keys(), name

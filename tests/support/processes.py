@@ -104,7 +104,7 @@ def dask_cluster(
     Warm processes share most of their memory, but each counts all of it as its own. `of_flyte2` are the variables that
     a task of Flyte 2 has in all its pods, where its backend starts them, by commands that Dask itself has.
     """
-    from flytekitplugins.daskpytorch.flyte.task import GANG_SETTINGS  # not in ranks, which import this module, too
+    from flytekitplugins.daskpytorch.task.in_ranks import GANG_SETTINGS  # not in ranks, which import this module, too
 
     empty = folder / "empty"
     empty.mkdir(parents=True, exist_ok=True)
