@@ -65,6 +65,11 @@ def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, 
         data.S3ImageFolder(*place, **{**NOWHERE, **options})
 
 
+def test_an_access_shows_no_secrets() -> None:
+    shown = repr(Access(key="an id", secret="a secret", token="a token"))
+    assert not any(hidden in shown for hidden in ("an id", "a secret", "a token"))
+
+
 # ---- The pictures among a folder's objects
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,31 @@ from gangs import on_this_machine, put_driver_elsewhere
 from processes import nothing_left_behind, run_program, until
 
 # ---- Checkpoints
+
+
+def fail_beside_a_slow_save(folder: str) -> int:
+    """Rank 1 fails while rank 0's checkpoint is being written, which is slow."""
+    rank, begun = current_rank(), Path(folder, "begun")
+    if (state := rank.checkpoint.load()) is not None:
+        return state["step"]
+    save = torch.save
+
+    def save_slowly(*args: Any) -> None:
+        begun.touch()
+        time.sleep(0.4)
+        save(*args)
+
+    torch.save = save_slowly
+    rank.checkpoint.save({"step": 3}, 3)
+    if rank.rank == 1:
+        until(begun.exists, "the save to begin")
+        raise ValueError("the batch is spoilt")
+    time.sleep(60)
+    return 0
+
+
+def test_a_checkpoint_that_is_being_written_when_another_rank_fails_is_gone_on_from(tmp_path: Path) -> None:
+    assert on_this_machine(fail_beside_a_slow_save, str(tmp_path), max_restarts=1).result() == [3, 3]
 
 
 def train_until_kept(folder: str) -> float:
