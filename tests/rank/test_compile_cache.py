@@ -74,7 +74,9 @@ def test_first_rank_of_a_machine_stores_what_all_have_built(tmp_path: Path, monk
     second.cache.close()
     assert not stored(tmp_path)
     first.cache.close()
-    assert Node(tmp_path / "next", str(tmp_path / "store")).files() == {GRAPH: b"graph"}
+    first, second = (Node(tmp_path / "next", str(tmp_path / "store"), rank) for rank in range(2))
+    assert first.files() == {GRAPH: b"graph"}
+    assert (len(first.notes), second.notes) == (1, [])  # one rank fetches them
 
 
 def test_file_that_a_compiler_may_still_write_waits_for_the_end(node: Make, tmp_path: Path) -> None:

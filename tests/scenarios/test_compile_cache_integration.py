@@ -19,6 +19,7 @@ def build_once() -> bool:
         return False
     built.parent.mkdir(parents=True, exist_ok=True)
     built.write_text("built")
+    torch.distributed.barrier()  # the first rank of a node stores all files when it ends
     return True
 
 
