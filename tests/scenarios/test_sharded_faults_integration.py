@@ -117,7 +117,7 @@ def test_storage_that_fails_while_shards_are_written_or_committed_costs_a_line(
     proxy: FaultProxy, bucket: Callable[..., str], fault: Fault
 ) -> None:
     uri = bucket(endpoint=proxy.endpoint)
-    for key, times in ((".distcp", 4), (".metadata", 1), ("manifest.json", 1)):
+    for key, times in ((".distcp", 3), (".metadata", 1), ("manifest.json", 1)):
         proxy.fail(fault, key=key, times=times, methods=("PUT", "POST"))
     futures, notes = run(uri, 3)
     assert futures.result() == [[0, 6]] * 2

@@ -1,10 +1,10 @@
 """Writes a rank's shards straight to storage and reads them back, with digests. Runs in a rank.
 
-save: state --torch's planner--> items --torch.save--> one object for each rank
+save: state --torch's planner--> items --torch.save--> up to four objects for each rank
 load: items --digests checked, torch.load--> tensors, in place. Any number of ranks may have written them.
 
-A checkpoint's folder has torch's layout, which plain `torch.distributed.checkpoint.load` reads: `__RANK_0.distcp` and
-`.metadata`. The digest of an item stands beside its place in `.metadata`, whose own digest is in the gang's manifest.
+A checkpoint's folder has torch's layout, which plain `torch.distributed.checkpoint.load` reads: `__RANK_NUMBER.distcp`
+and `.metadata`. The digest of an item stands beside its place in `.metadata`, whose own digest is in the manifest.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,10 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, Checkpoin
 
 NUM_READERS = 8
 """Items that are read at once. A request for one may take longer than its bytes."""
+NUM_WRITERS = 4
+"""Objects that a rank writes at once: most storages' clients send an object's parts one after another."""
+BLOCK = 16 << 20
+"""Bytes of a part, of which each object may be held in memory."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 T = TypeVar("T")
 
@@ -54,12 +59,19 @@ class ShardWriter(FileSystemWriter):
         """Bytes of all ranks' items. Set on rank 0 by `finish`, as `digest` is."""
         self.digest = ""
         """SHA-256 of `.metadata`."""
+        self._has_told = False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        results = self._retried(lambda: self._write(f"{plan.storage_data.prefix}0.distcp", plan, planner))
+        def write(number: int) -> list[WriteResult]:
+            part = replace(plan, items=plan.items[number::NUM_WRITERS])
+            return self._retried(lambda: self._write(f"{plan.storage_data.prefix}{number}.distcp", part, planner))
+
+        with ThreadPoolExecutor(NUM_WRITERS, "daskpytorch-shards") as pool:
+            written = pool.map(write, range(min(NUM_WRITERS, len(plan.items))))
+            results = [result for each in written for result in each]
         self.has_written = True
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result(results)
@@ -79,8 +91,10 @@ class ShardWriter(FileSystemWriter):
         return with_retries(act, RETRY_AFTER, self._tell, self._moved)
 
     def _tell(self, error: Exception) -> None:
-        what = f"the shards could not be written to {self._folder} ({type(error).__name__}: {error})"
-        print(f"{what}; trying again, while the training goes on", file=sys.stderr)
+        if not self._has_told:
+            what = f"the shards could not be written to {self._folder} ({type(error).__name__}: {error})"
+            print(f"{what}; trying again, while the training goes on", file=sys.stderr)
+        self._has_told = True
 
     def _write(self, name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results, start = [], 0
@@ -102,10 +116,10 @@ class ShardWriter(FileSystemWriter):
 
     def _open(self, path: str) -> Any:
         try:
-            return self._files.open(path, "wb")
+            return self._files.open(path, "wb", block_size=BLOCK)
         except FileNotFoundError:  # a storage with folders
             self._files.makedirs(self._folder, exist_ok=True)
-            return self._files.open(path, "wb")
+            return self._files.open(path, "wb", block_size=BLOCK)
 
 
 class ShardReader(FileSystemReader):
