@@ -55,7 +55,7 @@ class Bench:
 
 
 if __name__ == "__main__":
-    options = asked(__doc__, rounds=(3, 1, "rounds that count"), blocks=(12, 2, "blocks of the model"))
+    options = asked(__doc__, rounds=(3, 1, "rounds that count"), blocks=(16, 2, "blocks of the model"))
     with nothing_left("compile_cache") as folder:
         bench = Bench(folder, options.blocks)
         kept = str(folder / "kept")

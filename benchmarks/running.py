@@ -155,6 +155,7 @@ def torchrun(num_ranks: int, restarts: int = 0) -> list[str]:
 def nothing_left(name: str) -> Iterator[Path]:
     """Yield a temporary folder. At the end, kill all processes that started inside, and remove the folder."""
     os.environ[MARK] = mark = uuid.uuid4().hex
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as `pip install` leaves it, imports find compiled bytecode
     with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as folder:
         try:
             yield Path(folder)
