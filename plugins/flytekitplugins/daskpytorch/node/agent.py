@@ -92,8 +92,6 @@ class _Agent:
         self._stays = False  # until a gang that stays has started
         self._open = True
         self._heartbeat_interval = HEARTBEAT_INTERVAL
-        self._watched: tuple[select.poll, dict[int, Callable[[], None]]] | None = None
-        """Poll of all descriptors, with their handlers, or None after a change of the descriptors."""
 
     def close(self) -> None:
         self._server.close()
@@ -109,7 +107,7 @@ class _Agent:
         node = describe_node(self._order.worker, self._interface, self._order.num_gpus)
         host, port, *_ = self._meeting.getsockname()
         self._await_server()
-        self._say(messages.Hello(node, (host, port)))
+        self._driver.send(messages.Hello(node, (host, port)))
         self._heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL
         while self._open:
             for handle in self._due():
@@ -124,10 +122,7 @@ class _Agent:
             self._server.take_readiness()
 
     def _due(self) -> list[Callable[[], None]]:
-        poll, handlers = self._watched = self._watched or self._watch()
-        return [handlers[file] for file, _ in poll.poll(1000 * self._patience())]
-
-    def _watch(self) -> tuple[select.poll, dict[int, Callable[[], None]]]:
+        """Wait for descriptors that are readable, at most until the next deadline, and return their handlers."""
         handlers: dict[int, Callable[[], None]] = {
             self._driver.fileno(): self._follow,
             self._server.fileno(): self._note_exit,
@@ -138,11 +133,11 @@ class _Agent:
             if not rank.channel.closed:
                 handlers[rank.channel.fileno()] = functools.partial(self._relay_reports, rank)
             if rank.output.is_open:
-                handlers[rank.output.descriptor] = functools.partial(self._relay_output, rank)
+                handlers[rank.output.descriptor] = functools.partial(self._note_output, rank)
         poll = select.poll()  # cheaper than `multiprocessing.connection.wait`, on cores that the ranks train on
         for file in handlers:
             poll.register(file, select.POLLIN)
-        return poll, handlers
+        return [handlers[file] for file, _ in poll.poll(1000 * self._patience())]
 
     def _follow(self) -> None:
         message: messages.ToAgent = self._driver.recv()
@@ -192,7 +187,7 @@ class _Agent:
         mine, theirs = Pipe()
         output, output_of_rank = os.pipe()
         rank = Rank(place=place, channel=mine, output=Output(output))
-        self._ranks[place.local_rank], self._watched = rank, None  # closed with the agent in any case
+        self._ranks[place.local_rank] = rank  # closed with the agent in any case
         try:
             self._server.spawn(place.local_rank, theirs.fileno(), output_of_rank)
         finally:
@@ -206,9 +201,6 @@ class _Agent:
             rank.kill_at = time.monotonic() + grace
             self._tell(messages.Quit(asked.reason, grace), rank)
 
-    def _say(self, message: messages.FromAgent) -> None:
-        self._driver.send(message)
-
     def _keep_time(self) -> None:
         now = time.monotonic()
         for key, rank in self._ranks.items():
@@ -216,19 +208,16 @@ class _Agent:
                 self._server.kill(key, signal.SIGKILL)
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._heartbeat_interval
-            self._beat()
-
-    def _beat(self) -> None:
-        told = {rank.place.rank: rank.num_moves for rank in self._ranks.values() if rank.num_moves is not None}
-        self._say(messages.Beat(told))
+            told = {rank.place.rank: rank.num_moves for rank in self._ranks.values() if rank.num_moves is not None}
+            self._driver.send(messages.Beat(told))
 
     def _patience(self) -> float:
         deadlines = [rank.kill_at for rank in self._ranks.values() if rank.kill_at is not None]
         return max(0.01, min([*deadlines, self._heartbeat_at]) - time.monotonic())
 
     def _say_leaving(self) -> None:
-        self._leaving = self._watched = None
-        self._say(messages.Leaving())
+        self._leaving = None
+        self._driver.send(messages.Leaving())
 
     # ---- the ranks' channels
 
@@ -243,37 +232,30 @@ class _Agent:
             report = rank.channel.recv_bytes()
         except (EOFError, OSError):  # also if the rank's exit was handled a moment ago
             rank.channel.close()
-            self._watched = None
             return
         if len(report) == messages.NUM_MOVES.size:
             (rank.num_moves,) = messages.NUM_MOVES.unpack(report)
             return
         if self._stays:  # the output of a call comes before its end
-            self._note_lines(rank, rank.output.read_lines())
-        self._say(messages.Reported(rank.place.rank, report))
+            self._note_output(rank)
+        self._driver.send(messages.Reported(rank.place.rank, report))
 
-    def _relay_output(self, rank: Rank) -> None:
-        self._note_lines(rank, rank.output.read_lines())
-        if not rank.output.is_open:
-            self._watched = None
-
-    def _note_lines(self, rank: Rank, lines: list[str]) -> None:
-        if lines:
+    def _note_output(self, rank: Rank) -> None:
+        if lines := rank.output.read_lines():
             rank.note(lines)
-            self._say(messages.Lines(rank.place.rank, lines))
+            self._driver.send(messages.Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
         key, exitcode = self._server.next_exit()
-        self._watched = None
         with contextlib.closing(self._ranks.pop(key)) as rank:  # also if the driver has ended
             self._tell_exit(rank, exitcode)
 
     def _tell_exit(self, rank: Rank, exitcode: int) -> None:
         while not rank.channel.closed and rank.channel.poll():
             self._relay_reports(rank)
-        for lines in rank.output.remaining_lines():
-            self._note_lines(rank, lines)
-        self._say(
+        while rank.output.has_more():
+            self._note_output(rank)
+        self._driver.send(
             messages.Exited(
                 rank=rank.place.rank,
                 exitcode=exitcode,

@@ -190,12 +190,6 @@ class _Server:
             os._exit(1)
         _be_rank(to_agent)
 
-    def _close_inherited(self) -> None:
-        """In a rank, close the fork server's sockets, which would hide its end from its owner and agents."""
-        self._selector.close()  # without unregister, since parent and child share the selector
-        for end in (self._control, *(client.sock for client in self._clients)):
-            end.close()
-
     def _become_rank(self, server_pid: int, output: int) -> None:
         os.setsid()
         self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # at the server's end, also after `exec` of another program
@@ -204,7 +198,9 @@ class _Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored (see `_be_rank`)
-        self._close_inherited()
+        self._selector.close()  # without unregister, since parent and child share the selector
+        for end in (self._control, *(client.sock for client in self._clients)):
+            end.close()  # else the rank would hide the fork server's end from its owner and agents
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)

@@ -4,7 +4,6 @@ import codecs
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
@@ -66,10 +65,8 @@ class Output:
             self.is_open = False
             os.close(self.descriptor)
 
-    def remaining_lines(self) -> Iterator[list[str]]:
-        """Yield the lines of each read, for a process that outlives the rank, and writes without a limit."""
-        while self.is_open and wait([self.descriptor], 0):
-            yield self.read_lines()
+    def has_more(self) -> bool:
+        return self.is_open and bool(wait([self.descriptor], 0))
 
 
 @dataclass
