@@ -13,6 +13,7 @@ from flytekitplugins.daskpytorch.driver.agents import (
     Action,
     Agents,
 )
+from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.protocol.host import AgentOrder
 from flytekitplugins.daskpytorch.protocol.messages import Hello
 from flytekitplugins.daskpytorch.protocol.placement import Node
@@ -140,7 +141,7 @@ def test_scheduler_that_does_not_answer_for_long_is_lost_and_gives_nobody_up_bef
     agents.clock.now += patience - 2 * RECRUIT_INTERVAL  # type: ignore[attr-defined]
     recruit(agents)
     assert agents.expected.keys() == {W1, W2}
-    with pytest.raises(ConnectionError, match=f"the Dask scheduler was lost, no answer for {patience:.0f} s: no answ"):
+    with pytest.raises(WorkerLostError, match=f"the Dask scheduler was lost, no answer for {patience:.0f} s: no answ"):
         recruit(agents)
 
 

@@ -45,7 +45,7 @@ def sent(value: Any) -> list[Piece]:
 def received(pieces: list[Piece]) -> Any:
     results = ReceivedResults()
     add(results, 0, pieces)
-    return results.load_returned(0, None)
+    return results.take_returned(0, None)()
 
 
 PARTS = st.one_of(
@@ -85,8 +85,8 @@ def test_each_rank_gets_its_own() -> None:
         for rank, piece in enumerate(pieces):
             add(received, rank, [piece])
     assert received.is_empty  # nobody's submission
-    assert [received.load_returned(rank, None) for rank in (1, 0)] == [data[1], data[0]]
-    assert received.load_returned(2, pickle.dumps(b"small")) == b"small"
+    assert [received.take_returned(rank, None)() for rank in (1, 0)] == [data[1], data[0]]
+    assert received.take_returned(2, pickle.dumps(b"small"))() == b"small"
 
 
 def test_what_an_older_attempt_returned_does_not_count() -> None:
@@ -98,9 +98,9 @@ def test_what_an_older_attempt_returned_does_not_count() -> None:
     add(received, 0, sent(b"n" * BIG))
     add(received, 2, submission)
     add(received, 2, sent(b"n" * BIG))
-    assert received.load_returned(0, None) == b"n" * BIG
-    assert received.load_returned(1, pickle.dumps(b"of the newest attempt")) == b"of the newest attempt"
-    assert received.load_returned(2, None) == b"n" * BIG
+    assert received.take_returned(0, None)() == b"n" * BIG
+    assert received.take_returned(1, pickle.dumps(b"of the newest attempt"))() == b"of the newest attempt"
+    assert received.take_returned(2, None)() == b"n" * BIG
     received.write_files(lambda *written: files.append((*written[:2], written[2].read_bytes())))
     assert files == [(2, "a", b"x" * BIG)]
 

@@ -125,11 +125,9 @@ class Agents:
         """
         if self.expected.get(worker) != launch:
             return
-        if isinstance(error, WorkerLostError):  # the worker may come back
-            self._give_up([worker], error)
-            return
+        reasons = self.lost if isinstance(error, WorkerLostError) else self.refused  # a lost worker may come back
+        reasons[worker] = error
         del self.expected[worker]
-        self.refused[worker] = error
 
     def forget(self, connection: Connection) -> Peer | None:
         peer = self._by_connection.pop(connection, None)
@@ -162,19 +160,16 @@ class Agents:
         return bool(self.sound_workers() - set(carriers)) and self.leaving.isdisjoint(carriers)
 
     def recruit(self) -> None:
-        """Launch agents on new workers while the gang lacks some. Raises `ConnectionError` if the scheduler is lost."""
+        """Launch agents on new workers while the gang lacks some. Raises `WorkerLostError` if the scheduler is lost."""
         if (present := self._look()) is None:
             return
-        self._give_up(self.expected.keys() - present)
+        for worker in self.expected.keys() - present:
+            del self.expected[worker]
+            self.lost[worker] = ConnectionError("the worker was lost before the gang was formed")
         num_missing = self.num_wanted - self.num_nodes - len(self.expected)
         newcomers = present - self.peers.keys() - self.expected.keys() - self.refused.keys() - self._silent_workers
         if num_missing > 0 and newcomers:
             self.launch(sorted(newcomers, key=worker_order)[:num_missing])
-
-    def _give_up(self, workers: Iterable[str], error: Exception | None = None) -> None:
-        for worker in workers:
-            del self.expected[worker]
-            self.lost[worker] = error or ConnectionError("the worker was lost before the gang was formed")
 
     def _look(self) -> set[str] | None:
         now = self.clock()
@@ -187,7 +182,8 @@ class Agents:
             self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
             timeout = BUSY_SCHEDULER_TIMEOUT if self.launcher.is_connected() else SCHEDULER_TIMEOUT
             if (silence := self.clock() - self._unanswered_since) >= timeout:
-                raise ConnectionError(f"the Dask scheduler was lost, no answer for {silence:.0f} s: {error}") from error
+                cause = f"the Dask scheduler was lost, no answer for {silence:.0f} s: {error}"
+                raise WorkerLostError(f"{cause}. See the scheduler's log", cause=cause) from error
             return None
         self._unanswered_since = None
         return present

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from flytekitplugins.daskpytorch.errors import GangError, GangHungError, Kind, WorkerLostError
-from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, without_ours
+from flytekitplugins.daskpytorch.protocol.failure import RankExit, without_ours
 from flytekitplugins.daskpytorch.protocol.placement import title_of
 
 REPEATED = "the same error came at the same step twice"
@@ -56,7 +56,8 @@ def _own_end_of(exit_: RankExit) -> tuple[Kind, str]:  # noqa: PLR0911 - a retur
         return "lost", f"{exit_.gpu} of host {exit_.host} failed: {exit_.gpu_fault}"
     if exit_.failure is not None:
         name, text = exit_.failure.type_name, exit_.failure.message
-        return _kind_of_exception(exit_.failure), f"{name}: {text}" if text else name
+        kind: Kind = "memory" if exit_.failure.is_of_memory else "exception"
+        return "exit" if name == SystemExit.__name__ else kind, f"{name}: {text}" if text else name
     if exit_.hang is not None:
         return "hang", exit_.hang.partition("\n")[0]
     if exit_.exitcode is None:
@@ -68,7 +69,7 @@ def _own_end_of(exit_: RankExit) -> tuple[Kind, str]:  # noqa: PLR0911 - a retur
         number = -exit_.exitcode
         hint = " (killed from outside, or for memory)" if number == signal.SIGKILL else ""
         hint += f" of torch's NCCL watchdog, which said: {exit_.watchdog.strip()[:500]}" if exit_.watchdog else ""
-        kind: Kind = "lost" if exit_.watchdog else "signal"  # the watchdog has lost a peer or the network
+        kind = "lost" if exit_.watchdog else "signal"  # the watchdog has lost a peer or the network
         return kind, f"ended by signal {number}, {_signal_name(number)}{hint}"
     return "exit", f"its process ended with exit code {exit_.exitcode}, without an exception"
 
@@ -131,12 +132,6 @@ def _message(root_failure: RankExit, world_size: int, refusal: str, history: Seq
         message += f"\n\nThe end of {who}'s log (all of it is in this task's log, marked [{who}]):\n"
         message += root_failure.log_tail
     return message
-
-
-def _kind_of_exception(failure: Failure) -> Kind:
-    if failure.type_name == SystemExit.__name__:
-        return "exit"
-    return "memory" if failure.is_of_memory else "exception"
 
 
 def from_user(error: Exception) -> Exception:
@@ -206,13 +201,10 @@ class FailurePolicy:
             return self.without
         if failure.is_final:
             return IS_FINAL
-        if not (failure.is_infrastructure or failure.adapts) and alike and _is_same(alike[-1], failure):
+        is_same = bool(alike) and (alike[-1].cause, alike[-1].position) == (failure.cause, failure.position)
+        if is_same and not (failure.is_infrastructure or failure.adapts):
             return REPEATED
         if failure.is_exception and not (failure.gets_further or failure.adapts):
             return "no checkpoint had been saved since the start, and the same steps would lead to the same error"
         limit, name = (MAX_AFTER_MEMORY, "a limit of ") if failure.adapts else (self.limit, "max_restarts=")
         return f"{name}{limit} is used up by {failure.budget}" if len(alike) >= limit else None
-
-
-def _is_same(one: AttemptFailure, other: AttemptFailure) -> bool:
-    return one.cause == other.cause and one.position == other.position

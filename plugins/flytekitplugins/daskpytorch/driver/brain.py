@@ -18,7 +18,7 @@ from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.blame import NO_RESTARTS, STATE_IS_GONE, AttemptFailure, FailurePolicy, error_of
 from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment
 from flytekitplugins.daskpytorch.driver.state import SCHEDULER_LOST, GangState, StopRequest, is_complete, late_at
-from flytekitplugins.daskpytorch.errors import GangCancelledError, Kind, PreemptedError, WorkerLostError
+from flytekitplugins.daskpytorch.errors import GangCancelledError, Kind, PreemptedError
 from flytekitplugins.daskpytorch.node.hardware import check_versions
 from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.protocol import journal, messages, placement
@@ -103,7 +103,7 @@ class Brain:
             raise self._preempted(self._state.stop_request)
         is_first, now, agents = self._state.number == 0, self._now(), self._agents
         if agents.num_nodes < agents.num_wanted:
-            self._recruit()
+            agents.recruit()
         is_settled, is_late = now >= self._settled_at, now >= self._deadline
         if agents.num_nodes < agents.num_least and (is_late or (is_settled and not agents.expected)):
             agents.faulty.clear()  # no other workers are there
@@ -117,14 +117,6 @@ class Brain:
             raise agents.too_few_left(self._request.name, self._settings.start_timeout, failures)
         self._observers.remind(agents.awaited())
         return self._wait(self._deadline, self._settled_at if now < self._settled_at else now + SETTLE_TIME)
-
-    def _recruit(self) -> None:
-        try:
-            self._agents.recruit()
-        except ConnectionError as error:
-            raise WorkerLostError(
-                f"{self._request.name} cannot go on: {error}. See the scheduler's log", cause=str(error)
-            ) from error
 
     def _start(self) -> Phase:
         self._state.enter("starting")
@@ -245,9 +237,6 @@ class Brain:
             raise self._observers.stopped_early
         if self._late:
             raise self._attempt.not_formed(self._settings.start_timeout, self._late)
-        return self._go_on()
-
-    def _go_on(self) -> Phase:
         reason, kind = self._reason_to_go_on(self._attempt)
         self._state.stop_request = None
         self._state.number += 1

@@ -14,9 +14,10 @@ from flytekitplugins.daskpytorch.protocol.failure import NOT_THE_USERS, Collecti
 UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
-PLACE = re.compile(r'File "(.+)", line (\d+)')
-FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
-WAITING_FILES = re.compile(r"torch/(distributed/|autograd/|nn/parallel/distributed\.py)")
+FRAME = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
+"""Of a traceback, or of a list by `faulthandler` or torch, which has no comma."""
+WAITING_FILES = re.compile(r"torch/(distributed/|autograd/graph\.py|nn/parallel/distributed\.py)")
+"""Frames of a rank that waits for others. During `backward` these are hooks of DistributedDataParallel."""
 MAX_NAMED = 8
 MAX_SHAPES = 4
 
@@ -141,7 +142,7 @@ def awaits_returned(recalled: Mapping[int, Recalled | None], running: Iterable[i
         for each in own.collectives if own is not None else ():
             gone = [other for other, left in over.items() if _lacks(left, each)]
             if gone and not each.is_done and each.group.endswith("nccl)"):
-                place = next(map(PLACE.match, users_frames(each.frames)), None)
+                place = next(map(FRAME.match, users_frames(each.frames)), None)
                 at = f" at {PurePath(place[1]).name}:{place[2]}" if place else ""
                 call = f"{in_words(each)}{at}, collective {each.number} of {each.group}"
                 return rank, f"{named(gone)} returned; rank {rank} was still in {call}"
@@ -156,7 +157,7 @@ def left_waiting(rank: int, failure: Failure, returned: Mapping[int, Recalled | 
     newest = failure.recalled.collectives[-1:] if failure.recalled is not None else ()
     groups = {each.group for each in newest}
     gone = [other for other, each in returned.items() if each is None or not each.groups or groups <= {*each.groups}]
-    frames = [(file, line, name) for file, line, name in FRAME.findall(failure.traceback)]
+    frames = FRAME.findall(failure.traceback)
     users = [index for index, (file, _, _) in enumerate(frames) if not NOT_THE_USERS.match(file)]
     inner = frames[users[-1] + 1 :] if users else []
     if not gone or not any(WAITING_FILES.search(file) for file, _, _ in inner):
@@ -189,8 +190,7 @@ def named(ranks: Iterable[int]) -> str:
 def _shown(calls: _Calls) -> str:
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, collective in calls.by_rank.items():
-        state = "done" if collective.is_done else "waiting"
-        alike[f"{in_words(collective)}, {state}{_called_from(collective)}"].append(rank)
+        alike[_in_full(collective)].append(rank)
     lines = [f"  {named(ranks)}: {told}" for told, ranks in alike.items()]
     return "\n".join([f"C{calls.name[1:]}, as torch's flight recorder has it:", *lines])
 
@@ -199,15 +199,13 @@ def _shown_last(rank: int, recalled: Recalled) -> str:
     if not recalled.collectives:
         return f"  rank {rank}: not called, nor any other before"
     last = recalled.collectives[-1]
-    return (
-        f"  rank {rank}: not called; its last was collective {last.number} of {last.group}, {in_words(last)}, "
-        f"{'done' if last.is_done else 'waiting'}{_called_from(last)}"
-    )
+    return f"  rank {rank}: not called; its last was collective {last.number} of {last.group}, {_in_full(last)}"
 
 
-def _called_from(collective: Collective) -> str:
-    frames = users_frames(collective.frames)[:MAX_USERS_FRAMES]
-    return ", called from:" + "".join(f"\n    {frame}" for frame in frames) if frames else ""
+def _in_full(collective: Collective) -> str:
+    frames = "".join(f"\n    {frame}" for frame in users_frames(collective.frames)[:MAX_USERS_FRAMES])
+    state = "done" if collective.is_done else "waiting"
+    return f"{in_words(collective)}, {state}{', called from:' if frames else ''}{frames}"
 
 
 def users_frames(frames: Iterable[str]) -> list[str]:

@@ -131,7 +131,11 @@ class Listener:
 
     def _serve(self, connection: Connection) -> None:
         try:
-            message = self._meet(connection)
+            try:
+                framing.meet(connection, self._token, time.monotonic() + AUTHENTICATION_TIMEOUT)
+            finally:
+                self._room.release()
+            message: FromAgent | Transfer = connection.recv()
             if isinstance(message, Transfer):
                 self._serve_file(connection, message)
             else:
@@ -150,14 +154,6 @@ class Listener:
         with self._lock:
             connection.close()
             del self._callers[connection]
-
-    def _meet(self, connection: Connection) -> FromAgent | Transfer:
-        try:
-            framing.meet(connection, self._token, time.monotonic() + AUTHENTICATION_TIMEOUT)
-        finally:
-            self._room.release()
-        message: FromAgent | Transfer = connection.recv()
-        return message
 
     # ---- agents
 

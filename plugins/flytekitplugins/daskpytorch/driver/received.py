@@ -84,12 +84,11 @@ class ReceivedResults:
                 file.unlink(missing_ok=True)
                 self._waiting.popleft()
 
-    def load_returned(self, rank: int, small: bytes | None) -> Any:
-        """Return a rank's return value, once. `small` is None if pieces carried it."""
-        return self.take_returned(rank, small)()
-
     def take_returned(self, rank: int, small: bytes | None) -> Callable[[], Any]:
-        """Remove a rank's return value. The returned function unpickles it, in any thread."""
+        """Remove a rank's return value. The returned function unpickles it, in any thread.
+
+        `small` is None if pieces carried the value.
+        """
         return partial(self._load, rank, self._returned.pop(rank) if small is None else small)
 
     def drop_returned(self) -> None:

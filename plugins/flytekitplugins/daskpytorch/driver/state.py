@@ -17,7 +17,6 @@ from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.protocol import journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.failure import Failure
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Answer
@@ -143,14 +142,6 @@ class GangState:
 
     def blocks(self, moment: Moment) -> bool:
         return any(part.blocks(moment) for part in self.parts)
-
-    def note_kept(self, entry: CheckpointEntry) -> None:
-        for part in self.parts:
-            part.note_kept(entry)
-
-    def note_evaluated(self) -> None:
-        for part in self.parts:
-            part.note_evaluated()
 
     # ---- what the core tells
 
@@ -287,8 +278,10 @@ class GangState:
             case LogRecord(step=step):
                 attempt.steps[rank] = step
                 self.observers.tell(journal.Logged(record=report))
-            case messages.Noted():
-                self._take_note(attempt, rank, report)
+            case messages.Noted(text, adapts):
+                attempt.adapts |= adapts
+                if text:
+                    self.observers.note(f"rank {rank} {text}")
             case ReceivedPiece():
                 self.received.add(report)
             case messages.Ready():
@@ -305,11 +298,6 @@ class GangState:
     def _hand_out(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
         for part in self._takers.get(type(report), ()):
             part.take(peer, attempt, rank, report)
-
-    def _take_note(self, attempt: Attempt, rank: int, noted: messages.Noted) -> None:
-        attempt.adapts |= noted.adapts
-        if noted.text:
-            self.observers.note(f"rank {rank} {noted.text}")
 
     def _note_ready(self, attempt: Attempt, rank: int) -> None:
         attempt.ready.add(rank)

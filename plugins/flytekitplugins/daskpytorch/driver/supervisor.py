@@ -240,17 +240,14 @@ class Supervisor:
             self._observers.note(text)
         self._brain = brain = Brain(state, code)
         while (results := brain.decide()) is None:
-            self._take(brain.patience)
+            try:
+                call = self._calls.get(timeout=brain.patience)
+            except queue.Empty:
+                call = bool  # does nothing
+            call()
             while self._listener.beats:
                 state.note_beat(*self._listener.beats.popitem())
             state.look_for_silence()
         evaluator.conclude()
         evaluator.end()  # before the last write to storage, which applies the retention policy
         return results
-
-    def _take(self, timeout: float) -> None:
-        try:
-            call = self._calls.get(timeout=timeout)
-        except queue.Empty:
-            return
-        call()

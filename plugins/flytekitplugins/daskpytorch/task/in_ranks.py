@@ -155,7 +155,7 @@ class InRanks:
                 supervisor = Supervisor(replace(request, observers=shown.all_observers()), launcher, received)
                 with ctrl_c.get(CtrlC()).ends(supervisor.cancel):
                     outputs = supervisor.run()
-                output = received.load_returned(0, outputs[0])
+                output = received.take_returned(0, outputs[0])()
             return self._deliver(inputs, output)
 
     @contextlib.contextmanager

@@ -59,7 +59,8 @@ class Checkpoints(Part):
             self._observers.note(f"the {kind} of step {entry.step} was not kept ({failure}); {GOES_ON}")
             self.vault.shards.sweep_through(entry)
             return
-        self._state.note_kept(entry)
+        for part in self._state.parts:
+            part.note_kept(entry)
         attempt.has_progressed = True
         self._observers.tell(journal.Checkpointed(step=entry.step))
         self.tell_kept()

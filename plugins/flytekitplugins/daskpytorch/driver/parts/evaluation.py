@@ -185,7 +185,7 @@ class Evaluator(Part):
     def _run(self, gang: EvaluationGang, entry: CheckpointEntry) -> None:
         metrics: Mapping[str, float] | BaseException
         try:
-            metrics = gang.received.load_returned(0, gang.run()[0])
+            metrics = gang.received.take_returned(0, gang.run()[0])()
         except BaseException as error:  # the training goes on, whatever the user's function raises
             metrics = error
         finally:
@@ -213,7 +213,8 @@ class Evaluator(Part):
             self._vault.note_evaluated(entry.name, metrics)
         self._hold()  # afterwards, as the metrics may be the best
         self._tell_trackers()
-        self._state.note_evaluated()
+        for part in self._state.parts:
+            part.note_evaluated()
 
     def _tell_trackers(self) -> None:
         attempt = self._state.attempt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Literal
 from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
 from flytekitplugins.daskpytorch.driver.collectives import (
+    WAITING_FILES,
     Difference,
     awaits_returned,
     compare,
@@ -234,8 +234,6 @@ class HangWatch(Part):
 
 # ---- Which rank is silent, and which one blocks the others: pure functions
 
-COLLECTIVE_FILES = re.compile(r'File ".*torch/(distributed|autograd/graph\.py|nn/parallel/distributed\.py)')
-"""Stack frames of a rank that waits for others. During `backward` these are hooks of DistributedDataParallel."""
 NUM_INNER_FRAMES = 2
 
 LEAST_TIMEOUT = 300.0
@@ -368,7 +366,7 @@ def find_hung(states: Mapping[int, RankState], difference: Difference | None = N
 
 def _is_waiting(stacks: str) -> bool:
     """True in `all_reduce` or `backward`, for example."""
-    return any(COLLECTIVE_FILES.search(frame) for frame in main_frames(stacks)[:NUM_INNER_FRAMES])
+    return any(WAITING_FILES.search(frame) for frame in main_frames(stacks)[:NUM_INNER_FRAMES])
 
 
 def main_frames(stacks: str) -> list[str]:

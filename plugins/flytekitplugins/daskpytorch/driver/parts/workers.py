@@ -5,6 +5,7 @@ import contextlib
 from flytekitplugins.daskpytorch.driver.attempt import Answers, Attempt
 from flytekitplugins.daskpytorch.driver.part import Part
 from flytekitplugins.daskpytorch.driver.state import GangState, StopRequest
+from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.messages import Question, Release, Tell
 
@@ -33,7 +34,7 @@ class Growth(Part):
             return None
         if is_fresh and not attempt.results and agents.can_grow(attempt.ranks_of):
             attempt.ended_for = GROWS
-        with contextlib.suppress(ConnectionError):  # the workers leave by themselves after their scheduler
+        with contextlib.suppress(WorkerLostError):  # the workers leave by themselves after their scheduler
             agents.recruit()
         return attempt.ended_for is not None or None
 
