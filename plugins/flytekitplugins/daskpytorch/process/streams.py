@@ -55,17 +55,13 @@ class Screen:
                 self._file.flush()
         except BrokenPipeError:
             if self._is_output:  # as after `| head`: Python would write the rest at its exit, and complain
-                _drop_output()
+                with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
+                    os.dup2(nowhere.fileno(), 1)
         except (OSError, ValueError):
             return
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)
-
-
-def _drop_output() -> None:
-    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
-        os.dup2(nowhere.fileno(), 1)
 
 
 def one_line(text: str, max_length: int) -> str:

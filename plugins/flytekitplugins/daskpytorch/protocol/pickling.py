@@ -275,16 +275,12 @@ def _reduce_refused(value: Any) -> Reduced:
     return _made_unless_in_gang, (type(value).__name__, make, arguments), *rest
 
 
-def _reduce_rank(_: Any) -> Reduced:
-    return _current_rank, ()
-
-
 def _reduce_sampler(value: Any) -> Reduced:
     return _reduce_refused(value) if value.num_replicas == 1 else value.__reduce_ex__(2)
 
 
 _REDUCERS: dict[tuple[str, str], Callable[[Any], Reduced]] = dict.fromkeys(REFUSED, _reduce_refused) | {
-    ("flytekitplugins.daskpytorch.context", "RankContext"): _reduce_rank,
+    ("flytekitplugins.daskpytorch.context", "RankContext"): lambda _: (_current_rank, ()),
     ("torch.utils.data.distributed", "DistributedSampler"): _reduce_sampler,
 }
 
