@@ -435,7 +435,7 @@ OTHER = replace(ERROR, cause="OSError: disk")
 LOSS = AttemptFailure(what="rank 0", cause="its worker was lost", position=(3, None), is_infrastructure=True)
 NOWHERE = replace(ERROR, position=(None, 0))
 FINAL = replace(ERROR, is_final=True)
-RAISED = replace(ERROR, is_exception=True)
+RAISED = replace(ERROR, is_stuck=True)
 SHORT = replace(RAISED, cause="killed for memory", kind="memory", adapts=True)
 ERRORS_USED_UP = "max_restarts=2 is used up by errors of the function"
 LOSSES_USED_UP = "max_restarts=2 is used up by losses of infrastructure"
@@ -470,7 +470,6 @@ def at(step: int | None, moves: int | None = 0) -> AttemptFailure:
         (3, [ERROR, OTHER], ERROR, None),  # the same counts only right after its like
         (3, [], FINAL, IS_FINAL),
         (3, [LOSS], FINAL, IS_FINAL),
-        (3, [], replace(RAISED, gets_further=True), None),
         (1, [SHORT, SHORT], SHORT, None),  # at the same step, and without a checkpoint
         (1, [SHORT, SHORT, SHORT], SHORT, "a limit of 3 is used up by lacks of memory"),
         (1, [SHORT, LOSS, SHORT], ERROR, None),

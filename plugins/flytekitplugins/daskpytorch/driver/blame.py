@@ -150,11 +150,10 @@ class AttemptFailure:
     position: tuple[int | None, int | None] = (None, None)
     is_infrastructure: bool
     kind: Kind = "preempted"
-    is_exception: bool = False
     is_final: bool = False
     adapts: bool = False
-    gets_further: bool = False
-    """The next attempt may go differently: a checkpoint was saved or is in transit, or ranks were asked to stop."""
+    is_stuck: bool = False
+    """An exception before progress: no checkpoint was saved or is in transit, and no rank was asked to stop."""
 
     @classmethod
     def of(
@@ -169,6 +168,7 @@ class AttemptFailure:
         is_late = has_delivered and not root_failure.is_infrastructure  # all ranks had ended their program before
         step = root_failure.position[0]
         where = f" after step {step}" if step is not None else ""
+        is_own = failure is not None and not failure.is_consequence and not root_failure.gpu_fault
         cause = "a hang" if root_failure.hang is not None else how
         return cls(
             what=f"rank {root_failure.rank} on {title_of(root_failure.worker, root_failure.host)}{where}: {how}",
@@ -176,10 +176,9 @@ class AttemptFailure:
             position=root_failure.position,
             is_infrastructure=root_failure.is_infrastructure,
             kind=kind,
-            is_exception=failure is not None and not failure.is_consequence and not root_failure.gpu_fault,
             is_final=bool(root_failure.left_by) or (failure.is_final if failure is not None else is_late),
             adapts=adapts and kind == "memory",
-            gets_further=gets_further,
+            is_stuck=is_own and not gets_further,
         )
 
     @property
@@ -204,7 +203,7 @@ class FailurePolicy:
         is_same = bool(alike) and (alike[-1].cause, alike[-1].position) == (failure.cause, failure.position)
         if is_same and not (failure.is_infrastructure or failure.adapts):
             return REPEATED
-        if failure.is_exception and not (failure.gets_further or failure.adapts):
+        if failure.is_stuck and not failure.adapts:
             return "no checkpoint had been saved since the start, and the same steps would lead to the same error"
         limit, name = (MAX_AFTER_MEMORY, "a limit of ") if failure.adapts else (self.limit, "max_restarts=")
         return f"{name}{limit} is used up by {failure.budget}" if len(alike) >= limit else None

@@ -8,7 +8,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,28 +95,24 @@ def _entry(named: dict[str, Any], folder: str) -> CheckpointEntry:
 # ---- Checkpoints of the previous attempt, or of an earlier call
 
 
-@dataclass
-class Previous:
-    listed: list[CheckpointEntry] | None = None
-    """All in the manifest, the newest first. None: not read, and nobody can tell which older checkpoints to keep."""
-    damaged: list[CheckpointEntry] = field(default_factory=list)
-
-
-def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: float) -> Previous:
+def restore(
+    files: Files, folder: str, keep: Keep, disk: Path, retry_after: float
+) -> tuple[list[CheckpointEntry] | None, list[CheckpointEntry]]:
     """Copy a folder's newest undamaged whole checkpoint, and its best ones, to the driver's disk.
 
-    If storage fails to the last, a log line says so, and the result has what was read. Each retry doubles `retry_after`
-    (seconds).
+    Returns all checkpoints in the manifest, the newest first, and the damaged ones. None: the manifest was not read,
+    and nobody can tell which older checkpoints to keep. If storage fails to the last, a log line says so, and the
+    result has what was read. Each retry doubles `retry_after` (seconds).
     """
-    previous, newest = Previous(), None
+    listed, damaged, newest = None, list[CheckpointEntry](), None
 
     def tell(error: Exception) -> None:
         say(f"the previous checkpoint cannot be read yet ({type(error).__name__}: {error}); trying again")
 
     waits = [retry_after * 2**number for number in range(4)]
     try:
-        previous.listed = with_retries(lambda: read(files, folder), waits, tell, final=(GangStartError,))
-        whole = [entry for entry in previous.listed or () if not entry.is_sharded]
+        listed = with_retries(lambda: read(files, folder), waits, tell, final=(GangStartError,))
+        whole = [entry for entry in listed or () if not entry.is_sharded]
         best = best_first(reversed(whole), keep)[: keep.best]
         for entry in whole:
             if newest is None or entry in best:
@@ -124,7 +120,7 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
                 if is_whole:
                     newest = newest or entry
                 else:
-                    previous.damaged.append(entry)
+                    damaged.append(entry)
     except GangStartError:
         raise
     except Exception as error:  # storage clients raise errors of any class
@@ -133,7 +129,7 @@ def restore(files: Files, folder: str, keep: Keep, disk: Path, retry_after: floa
             f"the previous attempt's checkpoints at {folder} cannot be read ({type(error).__name__}: {error}); "
             f"the training {goes_on}. Check the task's access to this storage",
         )
-    return previous
+    return listed, damaged
 
 
 def _fetch(files: Files, entry: CheckpointEntry, target: Path) -> bool:

@@ -98,13 +98,14 @@ class Vault:
         if self._paths is None or self._paths.previous is None:
             return None
         files = self._paths.files
-        read = manifest.restore(files, files.path(self._paths.previous), self.keep, self._disk, self.worker.retry_after)
-        self._is_known = read.listed is not None
+        folder, retry_after = files.path(self._paths.previous), self.worker.retry_after
+        listed, damaged = manifest.restore(files, folder, self.keep, self._disk, retry_after)
+        self._is_known = listed is not None
         with self._lock:
-            for entry in reversed(read.listed or ()):
-                if entry not in read.damaged:
+            for entry in reversed(listed or ()):
+                if entry not in damaged:
                     self._records[entry.name] = Record(entry, state_of(self.path_of(entry)))
-            self._leftovers += [entry for entry in read.damaged if entry.folder == self.own]
+            self._leftovers += [entry for entry in damaged if entry.folder == self.own]
             self._go_on()
         return self.newest()
 

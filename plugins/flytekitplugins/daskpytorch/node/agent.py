@@ -158,6 +158,7 @@ class _Agent:
         sources = place_code(order.code, self._scratch)
         self._heartbeat_interval = heartbeat_interval(order.places[0], order.job.pulse)
         self._heartbeat_at = min(self._heartbeat_at, time.monotonic() + self._heartbeat_interval)
+        folder = self._order.folder
         for place in order.places:
             rank = self._fork(place)
             environment = job.environment(os.environ, place, order.job, self._interface, self._scratch)
@@ -168,7 +169,7 @@ class _Agent:
                 program=order.code.program,
                 scratch=str(self._scratch),
                 agent=self._order,
-                driver_folder=self._driver_folder(),
+                driver_folder=str(folder) if folder is not None and os.access(folder, os.W_OK) else None,
                 directory=str(Path.cwd()),
                 path=[*filter(None, order.job.environment.get("PYTHONPATH", "").split(os.pathsep)), *path_here()],
                 data=self._data,
@@ -178,10 +179,6 @@ class _Agent:
                 rank.channel.send(asked)
                 if asked.serves_store and self._meeting is not None:
                     send_handle(rank.channel, self._meeting.fileno(), None)
-
-    def _driver_folder(self) -> str | None:
-        folder = self._order.folder
-        return str(folder) if folder is not None and os.access(folder, os.W_OK) else None
 
     def _fork(self, place: Place) -> Rank:
         mine, theirs = Pipe()

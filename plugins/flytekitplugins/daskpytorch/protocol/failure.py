@@ -130,7 +130,7 @@ class Failure:
         text = _shortened(_text_of(error))
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         lines = traceback.format_exception(type(error), error, without_ours(trace) or trace)
-        shown = "" if is_of_check(error) else "".join(lines)
+        shown = "" if isinstance(error, GpuFaultError) and error.__cause__ is None else "".join(lines)
         gpu_fault = next(filter(None, map(fault_of, with_causes(error))), "")
         return cls(
             type_name=name,
@@ -335,18 +335,11 @@ class GpuFaultError(RuntimeError):
     """A rank's GPU did not pass its check before use, for the reason in the one-line text."""
 
 
-def is_of_check(error: BaseException) -> bool:
-    return isinstance(error, GpuFaultError) and error.__cause__ is None
-
-
 def fault_of(error: BaseException) -> str:
     if isinstance(error, GpuFaultError):
         return str(error)
     is_of_gpu = isinstance(error, RuntimeError) or type(error).__name__.startswith("NVMLError")
-    try:
-        return fault_in(str(error)) if is_of_gpu else ""
-    except BaseException:  # a user's own class may raise any exception
-        return ""
+    return fault_in(_text_of(error)) if is_of_gpu else ""
 
 
 def fault_in(text: str) -> str:

@@ -198,8 +198,10 @@ class _Pickler(Pickler):
             self._reached.add(name)
         if (own := self._interpreters.get(id(obj))) is not None:
             return own
-        if (instead := _reduce_object(obj) or _reduce_module(obj)) is not None:
-            return instead
+        if (reducer := _reducer_of(type(obj))) is not None:  # type: ignore[arg-type]  # mypy takes no class for hashable
+            return reducer(obj)
+        if (by_name := _reduce_module(obj)) is not None:
+            return by_name
         reduced = super().reducer_override(obj)
         return self._reduce_named(obj) if reduced is NotImplemented else reduced
 
@@ -257,11 +259,6 @@ def _name_in_main(obj: object) -> str | None:
 
 
 # ---- Objects that hold the driver's rank: in the driver
-
-
-def _reduce_object(value: Any) -> Reduced | None:
-    reducer = _reducer_of(type(value))  # type: ignore[arg-type]  # mypy takes no class for hashable
-    return None if reducer is None else reducer(value)
 
 
 @functools.lru_cache(1024)  # a pickle has many objects of few classes
