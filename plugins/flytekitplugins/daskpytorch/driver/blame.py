@@ -157,12 +157,7 @@ class AttemptFailure:
 
     @classmethod
     def of(
-        cls,
-        root_failure: RankExit,
-        *,
-        gets_further: bool,
-        has_delivered: bool = False,
-        adapts: bool = False,
+        cls, root_failure: RankExit, *, gets_further: bool, has_delivered: bool = False, adapts: bool = False
     ) -> Self:
         (kind, how), failure = end_of(root_failure), root_failure.failure
         is_late = has_delivered and not root_failure.is_infrastructure  # all ranks had ended their program before

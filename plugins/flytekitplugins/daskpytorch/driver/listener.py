@@ -32,13 +32,7 @@ class Listener:
 
     _state: GangState
 
-    def __init__(
-        self,
-        host: str,
-        token: bytes,
-        calls: queue.SimpleQueue[Action],
-        serve_file: FileServer,
-    ) -> None:
+    def __init__(self, host: str, token: bytes, calls: queue.SimpleQueue[Action], serve_file: FileServer) -> None:
         self._server = framing.listen_at(host)
         self.address: tuple[str, int] = self._server.getsockname()[:2]
         self._token = token

@@ -39,11 +39,7 @@ class Keys:
         self._num_calls: Counter[str] = Counter()
 
     def take(
-        self,
-        function: Callable[..., Any],
-        asked: str | None,
-        suffixes: Sequence[str] = ("",),
-        task: object = None,
+        self, function: Callable[..., Any], asked: str | None, suffixes: Sequence[str] = ("",), task: object = None
     ) -> list[str]:
         """Return keys for one call's gangs: a base plus each suffix.
 

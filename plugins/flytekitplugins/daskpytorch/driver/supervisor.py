@@ -96,12 +96,7 @@ class Supervisor:
 
     _gang: Assembled
 
-    def __init__(
-        self,
-        request: Request,
-        launcher: AgentLauncher,
-        received: ReceivedResults | None = None,
-    ) -> None:
+    def __init__(self, request: Request, launcher: AgentLauncher, received: ReceivedResults | None = None) -> None:
         check_system()
         self._request = request
         self._execution = current_execution()

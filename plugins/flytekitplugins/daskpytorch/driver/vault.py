@@ -27,13 +27,7 @@ from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.process.folders import state_of
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.worker import Worker
-from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    LENT,
-    OBJECT,
-    CheckpointEntry,
-    digest_of,
-    take_file,
-)
+from flytekitplugins.daskpytorch.protocol.checkpoints import LENT, OBJECT, CheckpointEntry, digest_of, take_file
 from flytekitplugins.daskpytorch.protocol.files import link_or_copy
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths, open_filesystem

@@ -95,11 +95,7 @@ class Worker:
         self._is_closed = False
         self.is_urgent = False
 
-    def submit(
-        self,
-        work: Callable[[], object],
-        gives_up: Callable[[Exception, int, float], bool] = _give_up,
-    ) -> None:
+    def submit(self, work: Callable[[], object], gives_up: Callable[[Exception, int, float], bool] = _give_up) -> None:
         """Add a job, whose first error ends it by default. RuntimeError: no thread can start, and no job is added."""
         with self._changed:
             if self._thread is None:

@@ -83,11 +83,7 @@ def key_of(function: Callable[..., Any]) -> str:
 # ---- Packing, in the driver
 
 
-def pack_call(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> bytes:
+def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """Pickle a call: the function by name if its module has the function, else (`__main__`, closures) by value.
 
     TypeError names the part that cannot be pickled.

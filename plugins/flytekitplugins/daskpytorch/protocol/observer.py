@@ -210,11 +210,7 @@ class RankObservers(_Called):
 
 class Observers(_Called):
     def __init__(
-        self,
-        observers: Iterable[Observer] = (),
-        *,
-        name: str = "",
-        clock: Callable[[], float] = time.monotonic,
+        self, observers: Iterable[Observer] = (), *, name: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(observers)
         self._name = name.rpartition(".")[2]
