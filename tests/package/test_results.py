@@ -63,7 +63,7 @@ def test_a_disk_that_takes_no_result_ends_the_gang_with_its_error(
 ) -> None:
     received = ReceivedResults()
     submit(received, "a", b"x")
-    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(Path, "open", mock.Mock(side_effect=OSError(28, "No space left on device")))
     (piece,) = pieces_of("b", b"x")
     with pytest.raises(OSError, match="No space left"):
         received.add(received.keep(0, piece))

@@ -48,7 +48,8 @@ class ReceivedResults:
         """Write a piece, and return the part for `add`. In the listener's thread: a slow disk makes ranks wait."""
         kept = ReceivedPiece(rank=rank, piece=replace(piece, data=b""))
         try:
-            _write(self._folder / piece.file, piece)
+            with (self._folder / piece.file).open("ab") as file:
+                file.write(piece.data)
         except OSError as error:
             return replace(kept, error=error)
         return kept
@@ -110,12 +111,6 @@ class ReceivedResults:
 def _close(stack: contextlib.ExitStack, pid: int) -> None:
     if os.getpid() == pid:  # not in a fork
         stack.close()
-
-
-def _write(path: Path, piece: Piece) -> None:
-    with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as file:  # noqa: PTH123 - keeps earlier pieces
-        file.seek(piece.start)
-        file.write(piece.data)
 
 
 def _kept_for_user(data: bytes | Path) -> str:

@@ -119,7 +119,7 @@ class _Agent:
         if self._driver.fileno() in wait([self._server.fileno(), self._driver.fileno()]):
             raise EOFError("the driver has closed the connection")
         with contextlib.suppress(fork_client.ForkServerLostError):  # `serve` notes the loss after the `Hello`
-            self._server.take_readiness()
+            self._server.next_event()
 
     def _due(self) -> list[Callable[[], None]]:
         """Wait for descriptors that are readable, at most until the next deadline, and return their handlers."""

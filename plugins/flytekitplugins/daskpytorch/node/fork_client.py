@@ -53,24 +53,21 @@ class ForkServerClient:
         """Signal a rank, and all processes of its session."""
         self._socket.send(json.dumps([key, signum]).encode())
 
-    def take_readiness(self) -> None:
-        """Wait until the fork server can start ranks.
-
-        ForkServerFailedError or ForkServerLostError: all ranks have ended with it.
-        """
-        self._next_event()
-
     def next_exit(self) -> tuple[int, int]:
         """Wait for the end of a rank, and return its key and exit code (-N: signal N).
 
-        Errors as for `take_readiness`.
+        Errors as for `next_event`.
         """
-        while not (event := self._next_event()):
+        while not (event := self.next_event()):
             pass  # nobody has taken the readiness
         key, exitcode = event
         return key, exitcode
 
-    def _next_event(self) -> list[int]:
+    def next_event(self) -> list[int]:
+        """Wait until the fork server can start ranks (an empty list), and then for the ends of ranks.
+
+        ForkServerFailedError or ForkServerLostError: all ranks have ended with it.
+        """
         try:
             packet = self._socket.recv(fork_server.MAX_PACKET)
         except ConnectionResetError:  # the fork server ended with unread requests; its last events can be read

@@ -231,5 +231,4 @@ def _ask_torch() -> tuple[int | None, str]:
 async def host_and_gpus() -> tuple[str, tuple[str, ...]]:
     """Return the host's name and the GPUs' UUIDs (or names), on a worker."""
     found = await asyncio.to_thread(gpus_here)
-    uuids = found.uuids or ("",) * len(found.names)
-    return socket.gethostname(), tuple(uuid or gpu for uuid, gpu in zip(uuids, found.names, strict=True))
+    return socket.gethostname(), tuple(uuid or gpu for uuid, gpu in zip(found.uuids, found.names, strict=True))

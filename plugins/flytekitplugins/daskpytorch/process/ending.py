@@ -193,9 +193,9 @@ def watched(who: str, max_wait: float | None) -> Iterator[None]:
         if is_over.wait(NOTICE_AFTER):
             return
         limit = f" for at most {max_wait:g} s" if max_wait is not None else ""
-        _tell(f"{who} has ended, and its process waits{limit} for {_named_rest()}")
+        tell(f"{who} has ended, and its process waits{limit} for {_named_rest()}")
         if not is_over.wait(max_wait and max_wait - NOTICE_AFTER):
-            _tell(f"{who} is ended after {max_wait:g} s, with what had not ended by then: {_named_rest()}")
+            tell(f"{who} is ended after {max_wait:g} s, with what had not ended by then: {_named_rest()}")
             faulthandler.dump_traceback(2)
             os._exit(LATE)
 
@@ -215,9 +215,10 @@ def has_work() -> bool:
     return any(not child.daemon for child in multiprocessing.active_children())
 
 
-def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())  # not by `sys.stderr`, whose lock a hanging thread may hold
+def tell(text: str) -> None:
+    """Write to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
+    with contextlib.suppress(OSError):  # standard error may be closed
+        os.write(2, f"{text}\n".encode())
 
 
 def _named_rest() -> str:

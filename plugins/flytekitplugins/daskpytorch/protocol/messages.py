@@ -172,8 +172,6 @@ class Piece:
     """Path in the results' folder (empty if only the task's folder must exist), or None for a return value."""
     file: str
     """Name of the value's file in a folder of the driver."""
-    start: int
-    """Place of the data in the file."""
     data: bytes
     is_last: bool
 
@@ -183,7 +181,7 @@ class PieceWriter:
 
     def __init__(self, path: str | None, send: Callable[[Piece], object]) -> None:
         self._path, self._send, self._name = path, send, uuid.uuid4().hex
-        self._start = 0
+        self._has_sent = False
         self._rest = bytearray()
 
     def write(self, data: bytes | memoryview) -> int:
@@ -199,14 +197,14 @@ class PieceWriter:
 
     def end(self) -> bytes | None:
         """Send the last piece, or return the bytes of a small return value."""
-        if self._path is None and self._start == 0 and len(self._rest) <= SMALL_SIZE:
+        if self._path is None and not self._has_sent and len(self._rest) <= SMALL_SIZE:
             return bytes(self._rest)
         self._put(memoryview(self._rest), is_last=True)
         return None
 
     def _put(self, data: memoryview, *, is_last: bool = False) -> None:
-        self._send(Piece(path=self._path, file=self._name, start=self._start, data=bytes(data), is_last=is_last))
-        self._start += len(data)
+        self._send(Piece(path=self._path, file=self._name, data=bytes(data), is_last=is_last))
+        self._has_sent = True
 
 
 Report = ShortReport | Piece

@@ -115,7 +115,7 @@ class Session:
             case Question.STACKS:
                 num_moves, stacks = self._link.progress.num_moves, _stacks()
                 if asked.about:
-                    _show(stacks)
+                    ending.tell(f"\n{stacks}")
                 value = Located(stacks, num_moves)
             case Question.COLLECTIVES:
                 value = process_group.recall(is_over=self._is_over)
@@ -176,12 +176,6 @@ def _stacks() -> str:
     os.lseek(_stacks_file, 0, os.SEEK_SET)
     faulthandler.dump_traceback(_stacks_file, all_threads=True)
     return os.pread(_stacks_file, MAX_STACKS, 0).decode(errors="replace")
-
-
-def _show(stacks: str) -> None:
-    """Write to standard error, without `sys.stderr`, whose lock a hanging thread may hold."""
-    with contextlib.suppress(OSError):  # standard error may be closed
-        os.write(2, f"\n{stacks}".encode())
 
 
 MAX_STACKS = 64 << 10
