@@ -32,23 +32,6 @@ from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure, StoragePaths
-from flytekitplugins.daskpytorch.protocol.messages import (
-    Answer,
-    Ask,
-    CallEnded,
-    Finish,
-    Forget,
-    Kept,
-    Leave,
-    Located,
-    NextCall,
-    OrderToAll,
-    Question,
-    Ready,
-    Release,
-    Returned,
-    ShortReport,
-)
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
@@ -128,7 +111,7 @@ class Agent:
     attempt: int | None = None
     uploads: list[CheckpointEntry] = field(default_factory=list)
     """Checkpoints that its rank 0 writes, and has not reported."""
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[messages.Answer] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     """The steps that are kept, as it was told."""
     heard_at: float = 0.0
@@ -473,34 +456,34 @@ class World:
                 agent.is_closed = True
                 self.lose(agent)
 
-    def _pass_on(self, agent: Agent, order: OrderToAll) -> None:
-        if isinstance(order, Kept):
+    def _pass_on(self, agent: Agent, order: messages.OrderToAll) -> None:
+        if isinstance(order, messages.Kept):
             agent.kept = [checkpoint.step for checkpoint in order.checkpoints]
-        if isinstance(order, Answer):
+        if isinstance(order, messages.Answer):
             agent.answers.append(order)
-        if isinstance(order, Release) and order.last_call:
+        if isinstance(order, messages.Release) and order.last_call:
             self._stop_by_itself(agent)
             return
         for rank in list(agent.ranks.values()):
             match order:
-                case Ask():
-                    self.report(agent, rank.rank, Answer(order.number, self._answer(rank, order)))
-                case NextCall(number=number):
+                case messages.Ask():
+                    self.report(agent, rank.rank, messages.Answer(order.number, self._answer(rank, order)))
+                case messages.NextCall(number=number):
                     self._call(rank, number)
-                case Forget(number):
+                case messages.Forget(number):
                     self.freed.append((rank.rank, number))
-                case Finish():
+                case messages.Finish():
                     rank.has_delivered = True
-                    self.report(agent, rank.rank, Returned(rank.rank))
-                case Leave() if rank.has_delivered:
+                    self.report(agent, rank.rank, messages.Returned(rank.rank))
+                case messages.Leave() if rank.has_delivered:
                     self.leave(agent, rank.rank, 0)
 
-    def _answer(self, rank: Rank, asked: Ask) -> object:
+    def _answer(self, rank: Rank, asked: messages.Ask) -> object:
         match asked.question:
-            case Question.HOLD:
+            case messages.Question.HOLD:
                 return rank.step if self.heeds else 0, False
-            case Question.STACKS:
-                return Located(self.stacks.get(rank.rank, "stack"), -1)
+            case messages.Question.STACKS:
+                return messages.Located(self.stacks.get(rank.rank, "stack"), -1)
             case _:
                 return self.recalled.get(rank.rank)
 
@@ -524,7 +507,7 @@ class World:
         assert number is not None
         failure = Failure.of(error, self.clock()) if error is not None else None
         value = pickle.dumps((number, rank)) if error is None else None
-        self.report(agent, rank, CallEnded(number=number, value=value, failure=failure))
+        self.report(agent, rank, messages.CallEnded(number=number, value=value, failure=failure))
 
     def _stop_by_itself(self, agent: Agent) -> None:
         """Its ranks save, and return, at the call of `should_stop` that turns true."""
@@ -532,7 +515,7 @@ class World:
         self.upload_all(agent)
         for rank in list(agent.ranks.values()):
             rank.has_delivered = True
-            self.report(agent, rank.rank, Returned(stopped_early=True))
+            self.report(agent, rank.rank, messages.Returned(stopped_early=True))
 
     def _note_start(self, order: messages.Start) -> None:
         self.starts.append(order)
@@ -547,7 +530,7 @@ class World:
 
     # ---- ranks
 
-    def report(self, agent: Agent, rank: int, report: ShortReport | ReceivedPiece) -> None:
+    def report(self, agent: Agent, rank: int, report: messages.ShortReport | ReceivedPiece) -> None:
         if not agent.is_gone and not agent.is_hung_up:
             agent.heard_at = self.clock()
             self.feed(self.state.hear_of_rank, agent, rank, [report])
@@ -573,7 +556,7 @@ class World:
         for rank in list(agent.ranks.values()):
             if not rank.is_ready:
                 rank.is_ready = True
-                self.report(agent, rank.rank, Ready())
+                self.report(agent, rank.rank, messages.Ready())
 
     def step(self, agent: Agent, *, saves: bool = True) -> None:
         """Its ranks take a step; rank 0 saves."""
@@ -679,7 +662,7 @@ class World:
         for rank in list(agent.ranks.values()):
             if rank.is_ready and not rank.has_delivered:
                 rank.has_delivered = True
-                self.report(agent, rank.rank, Returned(rank.rank))
+                self.report(agent, rank.rank, messages.Returned(rank.rank))
 
     # ---- all together
 
