@@ -29,11 +29,9 @@ def raised_in(path: str, error: Exception, *, by: str = "/usr/lib/site-packages/
     names: dict[str, Any] = {"error": error.with_traceback(None)}
     exec(compile("def call():\n    raise error", path, "exec"), names)
     exec(compile("def function():\n    call()", by, "exec"), names)
-    try:
+    with pytest.raises(type(error)) as caught:
         names["function"]()
-    except Exception as caught:
-        return Failure.of(caught, 0.0)
-    raise AssertionError
+    return Failure.of(caught.value, 0.0)
 
 
 class DistBackendError(RuntimeError):
@@ -41,17 +39,7 @@ class DistBackendError(RuntimeError):
 
 
 def rank_exit(
-    rank: int,
-    exitcode: int | None = 1,
-    *,
-    error: BaseException | None = None,
-    time: float = 0.0,
-    out_of_memory: bool = False,
-    stopped: bool = False,
-    log_tail: str = "",
-    hang: str | None = None,
-    step: int | None = None,
-    watchdog: str = "",
+    rank: int, exitcode: int | None = 1, *, error: BaseException | None = None, time: float = 0.0, **how: Any
 ) -> RankExit:
     return RankExit(
         rank=rank,
@@ -59,13 +47,8 @@ def rank_exit(
         host=f"node-{rank}",
         exitcode=exitcode,
         failure=failure(error, time) if error is not None else None,
-        log_tail=log_tail,
         time=time,
-        out_of_memory=out_of_memory,
-        stopped=stopped,
-        hang=hang,
-        step=step,
-        watchdog=watchdog,
+        **{"log_tail": "", **how},
     )
 
 
@@ -402,14 +385,9 @@ def raised_below_ours(error: Exception, path: str = "/venv/flytekitplugins/daskp
 
     names: dict[str, Any] = {"users_own": users_own}
     exec(compile("def decide():\n    users_own()", path, "exec"), names)
-    caught: Exception | None = None
-    try:
+    with pytest.raises(type(error)) as caught:
         names["decide"]()
-    except Exception as it:
-        caught = it
-        caught.__traceback__ = it.__traceback__.tb_next if it.__traceback__ else None  # without this one
-    assert caught is not None
-    return caught
+    return caught.value.with_traceback(caught.tb.tb_next)  # without this function's frame
 
 
 def frames_of(error: Exception) -> list[str]:
