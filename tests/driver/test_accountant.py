@@ -142,13 +142,7 @@ def test_work_after_the_newest_checkpoint_is_lost_and_done_again_is_kept(world_o
     world.go(7.0)
     world.spend(preparing=1.0, stepping=4.0)
     world.deliver_all()
-    assert parts(world.end()) == {
-        "starting": 17.0,
-        "preparing": 4.0,
-        "stepping": 24.0,
-        "saving": 1.0,
-        "lost": 7.5,
-    }
+    assert parts(world.end()) == {"starting": 17.0, "preparing": 4.0, "stepping": 24.0, "saving": 1.0, "lost": 7.5}
 
 
 def test_a_checkpoint_that_was_written_but_did_not_arrive_keeps_nothing(world_of: MakeTrained) -> None:
@@ -215,9 +209,7 @@ def test_a_gang_that_never_forms_has_only_started(tmp_path: Path) -> None:
     assert goodput.share == 0.0
 
 
-def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(
-    world_of: MakeTrained,
-) -> None:
+def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(world_of: MakeTrained) -> None:
     world = world_of(1.0)
     world.clock.now += 4.0
     for rank, agent in enumerate([world.agent(W1), world.agent(W2)]):

@@ -217,10 +217,7 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "is_consequence"),
     [
-        (
-            RuntimeError("[../third_party/gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711"),
-            True,
-        ),
+        (RuntimeError("[../third_party/gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711"), True),
         (RuntimeError("Broken pipe"), True),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
         (DistBackendError("anything at all"), True),

@@ -23,11 +23,7 @@ from flytekitplugins.daskpytorch.errors import (
     WorkerLostError,
 )
 from flytekitplugins.daskpytorch.protocol.failure import Collective, Recalled
-from flytekitplugins.daskpytorch.protocol.messages import (
-    Ask,
-    Debugged,
-    Tell,
-)
+from flytekitplugins.daskpytorch.protocol.messages import Ask, Debugged, Tell
 from flytekitplugins.daskpytorch.records import LogRecord
 from simulated_gang import OwnError, PeerLostError, World, is_own, raised
 

@@ -23,12 +23,7 @@ from flytekitplugins.daskpytorch.settings import Gang
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 from seaweed import Weed
 
-OTHERS = {
-    "id": "theirs",
-    "name": "flows.train",
-    "host": "node-7",
-    "pid": 4711,
-}
+OTHERS = {"id": "theirs", "name": "flows.train", "host": "node-7", "pid": 4711}
 
 
 @pytest.fixture(params=["folder", "s3"])

@@ -94,10 +94,7 @@ def test_ranks_that_agree_differ_in_nothing(recalled: dict[int, Recalled]) -> No
             id="the last in a line of ranks that wait for each other",
         ),
         (
-            {
-                0: of(waiting(1, **OF_ROW), groups=(ROW, COLUMN)),
-                1: of(waiting(1, **OF_COLUMN), groups=(ROW, COLUMN)),
-            },
+            {0: of(waiting(1, **OF_ROW), groups=(ROW, COLUMN)), 1: of(waiting(1, **OF_COLUMN), groups=(ROW, COLUMN))},
             1,
             "the ranks wait in a circle",
         ),

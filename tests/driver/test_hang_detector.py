@@ -78,9 +78,7 @@ LOADS = IN_DATA_LOADING
         ([state(is_done=True, stacks=LOADS, still_for=99.0), state(stacks=LOADS, still_for=1.0)], 1, "is not inside"),
         ([state(still_for=still) for still in (8.0, 9.5, 9.0)], 1, "all ranks wait for each other"),
     ],
-    ids=[
-        *("silent", "outside", "stillest outside", "done is not blamed", "stillest of all"),
-    ],
+    ids=[*("silent", "outside", "stillest outside", "done is not blamed", "stillest of all")],
 )
 def test_rank_that_holds_up_the_others_is_named_with_the_reason(states: list[RankState], rank: int, told: str) -> None:
     found, why = find_hung(dict(enumerate(states)))

@@ -339,10 +339,7 @@ def error_of_first_rank() -> BaseException:
 @pytest.mark.usefixtures("fresh_server")
 @pytest.mark.parametrize(
     ("statement", "said"),
-    [
-        ("raise SystemExit('why')", "has ended with exit code 1: the log of"),
-        ("os.abort()", "has ended with SIGABRT: "),
-    ],
+    [("raise SystemExit('why')", "has ended with exit code 1: the log of"), ("os.abort()", "has ended with SIGABRT: ")],
 )
 def test_server_that_fails_says_why_and_is_told_from_one_that_is_lost(
     statement: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

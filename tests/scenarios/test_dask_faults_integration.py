@@ -17,14 +17,7 @@ from distributed import Client
 import fault_training as ft
 from flytekitplugins.daskpytorch import Gang, dispatch
 from flytekitplugins.daskpytorch.driver import agents
-from processes import (
-    MAX_SECONDS,
-    Cluster,
-    dask_cluster,
-    is_alive,
-    nothing_left_behind,
-    until,
-)
+from processes import MAX_SECONDS, Cluster, dask_cluster, is_alive, nothing_left_behind, until
 
 SMALLER = Gang(min_workers=1)
 
@@ -140,10 +133,7 @@ def test_a_network_partition(
     with (
         nothing_left_behind(),
         dask_cluster(
-            tmp_path / "cluster",
-            scheduler_host=here,
-            hosts=[here, there],
-            prefixes={1: ["ip", "netns", "exec", name]},
+            tmp_path / "cluster", scheduler_host=here, hosts=[here, there], prefixes={1: ["ip", "netns", "exec", name]}
         ) as cluster,
         Client(cluster.address) as client,
     ):

@@ -100,8 +100,7 @@ HEEDS = """
 
 
 @pytest.mark.parametrize(
-    ("order", "how", "told"),
-    [(signal.SIGINT, "ignore", {0}), (signal.SIGTERM, "handler", {0, 1})],
+    ("order", "how", "told"), [(signal.SIGINT, "ignore", {0}), (signal.SIGTERM, "handler", {0, 1})]
 )
 def test_a_program_handles_the_commands_signal_itself(
     folder: Path, order: signal.Signals, how: str, told: set[int]

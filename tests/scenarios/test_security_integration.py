@@ -59,14 +59,7 @@ def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
             yield ast.unparse(node.func), node
 
 
-READERS = {
-    "torch.load",
-    "pickle.load",
-    "pickle.loads",
-    "pickle.Unpickler",
-    "cloudpickle.load",
-    "cloudpickle.loads",
-}
+READERS = {"torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads"}
 
 
 def test_states_are_read_as_weights_only_and_pickles_only_where_a_comment_says_whose_they_are() -> None:

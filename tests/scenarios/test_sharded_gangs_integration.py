@@ -74,9 +74,7 @@ def uri(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     return f"{request.getfixturevalue('s3') if request.param == 'S3' else 'file://'}{tmp_path}/{ODD_NAME}"
 
 
-def test_gangs_of_other_sizes_go_on_from_the_same_place_which_has_the_last_checkpoints_alone(
-    uri: str,
-) -> None:
+def test_gangs_of_other_sizes_go_on_from_the_same_place_which_has_the_last_checkpoints_alone(uri: str) -> None:
     before = None
     for num_ranks, stop in ((4, 3), (3, 6), (1, 8)):
         results, notes = run(stop, num_ranks=num_ranks, checkpoint_uri=uri)

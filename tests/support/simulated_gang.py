@@ -23,11 +23,7 @@ from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, St
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.process.worker import Worker
 from flytekitplugins.daskpytorch.protocol import journal, messages
-from flytekitplugins.daskpytorch.protocol.checkpoints import (
-    CheckpointEntry,
-    Written,
-    folder_name,
-)
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written, folder_name
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
 from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
@@ -564,9 +560,7 @@ class World:
             if rank.is_ready and not rank.has_delivered:
                 rank.step += 1
                 self.report(
-                    agent,
-                    rank.rank,
-                    LogRecord(rank=rank.rank, step=rank.step, num_steps=None, time=0.0, metrics={}),
+                    agent, rank.rank, LogRecord(rank=rank.rank, step=rank.step, num_steps=None, time=0.0, metrics={})
                 )
                 if rank.rank == 0 and saves:
                     self.save(agent, rank.step, loss=1.0 / rank.step)
