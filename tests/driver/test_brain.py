@@ -71,10 +71,10 @@ def start_again(world: World) -> None:
     world.form()
 
 
-def let_pass(world: World, seconds: int) -> None:
-    """Let time go by, in which all that are asked answer."""
-    for _ in range(seconds):
-        world.wait(1.0)
+def let_pass(world: World, seconds: int, at_once: int = 1) -> None:
+    """Let time go by, in which all that are asked answer, and ranks give no sign of life by themselves."""
+    for _ in range(seconds // at_once):
+        world.wait(float(at_once))
         world.obey_all()
 
 
@@ -746,13 +746,6 @@ def test_gpu_is_the_cause_though_its_rank_is_aborted_by_nccls_watchdog(world_of:
 # ---- Hanging, by `auto` ---------------------------------------------------------------------------------------------
 
 
-def watch(world: World, seconds: float) -> None:
-    """Let time go by while the ranks answer whatever they are asked, and give no sign of life by themselves."""
-    for _ in range(int(seconds / 10)):
-        world.wait(10.0)
-        world.obey_all()
-
-
 def formed(world: World) -> World:
     world.form()
     for agent in world.connected():
@@ -782,9 +775,9 @@ def test_ranks_that_all_wait_hang_after_five_minutes_and_others_do_not(
     world.recalled = recalls
     if has_returned:
         world.deliver(world.agent(W2))
-    watch(world, 300)
+    let_pass(world, 300, at_once=10)
     assert not world.is_over
-    watch(world, 60 if told is not None else 5 * 3600)
+    let_pass(world, 60 if told is not None else 5 * 3600, at_once=10)
     assert world.is_over is (told is not None)
     assert told is None or (isinstance(world.error, GangHungError) and re.search(told, str(world.error)))
 
@@ -795,7 +788,7 @@ def test_ranks_that_wait_but_not_for_ever_do_not_hang(world_of: MakeWorld, what:
     for number in range(1, 60):
         newest = number if what == "they wait in another collective" else 1
         world.recalled = {rank: recalled(newest, is_done=False) for rank in (0, 1)}
-        watch(world, 30)
+        let_pass(world, 30, at_once=10)
         if what == "a rank moves":
             world.beat(world.agent(W2), {1: number})
     assert not world.is_over
@@ -803,12 +796,12 @@ def test_ranks_that_wait_but_not_for_ever_do_not_hang(world_of: MakeWorld, what:
 
 def test_silence_is_allowed_ten_times_as_long_as_the_slowest_before_it(world_of: MakeWorld) -> None:
     world = formed(world_of(max_restarts=0))
-    watch(world, 100)
+    let_pass(world, 100, at_once=10)
     world.beat(world.agent(W1), {0: 1})
     world.recalled = {0: recalled(1, is_done=False), 1: recalled(1, is_done=False)}
-    watch(world, 1000)
+    let_pass(world, 1000, at_once=10)
     assert not world.is_over
-    watch(world, 120)  # there is a second look
+    let_pass(world, 120, at_once=10)  # there is a second look
     assert isinstance(raised(world), GangHungError)
 
 
@@ -935,27 +928,26 @@ def test_other_ranks_get_what_rank_0_got_at_the_same_call(gang_of: MakeWorld) ->
         assert [(each.number, step_of(each)) for each in answers] == [(1, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(("step", "found"), [(2, 2), (1, 1), (7, None), (None, 1)])
-def test_a_checkpoint_is_had_by_its_step(gang_of: MakeWorld, step: int | None, found: int | None) -> None:
+@pytest.mark.parametrize(
+    ("is_sharded", "step", "found"),
+    [
+        *((False, step, found) for step, found in ((2, 2), (1, 1), (7, None), (None, 1))),
+        *((True, step, found) for step, found in ((None, 101), (103, 103), (102, None))),
+    ],
+)
+def test_a_checkpoint_is_had_as_the_best_or_by_its_step(
+    gang_of: MakeWorld, *, is_sharded: bool, step: int | None, found: int | None
+) -> None:
     world = gang_of(keep=BEST)
     for saved, loss in ((1, 0.1), (2, 0.9)):
         world.save(world.agent(W1), saved, loss=loss)
         arrive(world)
-    world.report(world.agent(W1), 0, messages.Ask(messages.Question.CHECKPOINT, 1, (False, step)))
-    world.obey_all()
-    assert [*map(step_of, world.agent(W1).answers)] == [found]
-
-
-@pytest.mark.parametrize(("step", "found"), [(None, 101), (103, 103), (102, None)])
-def test_shards_are_had_as_the_best_or_by_their_step(gang_of: MakeWorld, step: int | None, found: int | None) -> None:
-    world = gang_of(keep=BEST)
     for _ in range(4):
         world.save_shards()
-    world.report(world.agent(W1), 0, messages.Ask(messages.Question.CHECKPOINT, 1, (True, step)))
+    world.report(world.agent(W1), 0, messages.Ask(messages.Question.CHECKPOINT, 1, (is_sharded, step)))
     world.obey_all()
-    [answer] = world.agent(W1).answers
-    assert step_of(answer) == found
-    assert [kept.step for kept in world.watcher.checkpoints[-1]] == world.agent(W2).kept == [101, 103]
+    assert [*map(step_of, world.agent(W1).answers)] == [found]
+    assert [kept.step for kept in world.watcher.checkpoints[-1]] == world.agent(W2).kept == [1, 2, 101, 103]
 
 
 # ---- Any order ------------------------------------------------------------------------------------------------------

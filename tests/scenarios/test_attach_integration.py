@@ -21,7 +21,7 @@ import torch.distributed as dist
 from flytekitplugins.daskpytorch import Gang, current_rank, dispatch
 from gangs import Notes, on_this_machine
 from processes import nothing_left_behind, run_program, running, until
-from test_debugger_integration import interrupt
+from test_debugger_integration import interrupt, said
 from warm import Program
 
 COMMAND = ("-m", "flytekitplugins.daskpytorch")
@@ -73,12 +73,6 @@ def terminal(*words: str) -> pexpect.spawn:
     )
 
 
-def said(terminal: pexpect.spawn, line: str) -> str:
-    terminal.sendline(line)
-    terminal.expect_exact("(Pdb rank 1) ")
-    return str(terminal.before)
-
-
 def test_rank_without_a_terminal_waits_until_one_attaches(tmp_path: Path) -> None:
     with started(STOPS, "--nproc", "2", "--hang-timeout", "5") as (run, log):
         listed = attach().stdout
@@ -91,15 +85,15 @@ def test_rank_without_a_terminal_waits_until_one_attaches(tmp_path: Path) -> Non
 
         first = terminal("1")
         first.expect_exact("(Pdb rank 1) ")
-        assert f"\r\n{pid}\r\n" in said(first, "import os; os.getpid()")
-        assert "\r\n101\r\n" in said(first, "p secret")
+        assert f"\r\n{pid}\r\n" in said(first, "import os; os.getpid()", 1)
+        assert "\r\n101\r\n" in said(first, "p secret", 1)
         first.sendcontrol("]")
         first.expect_exact("detached")
         first.expect(pexpect.EOF)
         second = terminal("1")
         second.expect_exact("(Pdb rank 1) ")  # the prompt that the first terminal has left
         second.setwinsize(50, 99)
-        assert "columns=99" in said(second, "p os.get_terminal_size()")
+        assert "columns=99" in said(second, "p os.get_terminal_size()", 1)
         second.close(force=True)  # as its window may
         third = terminal("1")
         third.expect_exact("(Pdb rank 1) ")
@@ -113,7 +107,7 @@ def test_rank_without_a_terminal_waits_until_one_attaches(tmp_path: Path) -> Non
         fourth.expect_exact("A terminal that is attached already keeps it until then.")
         third.sendcontrol("]")
         fourth.expect_exact("(Pdb rank 1) ")
-        assert "here\r\n" in said(fourth, "print('he' + 're')")
+        assert "here\r\n" in said(fourth, "print('he' + 're')", 1)
         fourth.sendline("continue")
         fourth.expect_exact("the rank has ended")
         fourth.expect(pexpect.EOF)

@@ -77,9 +77,6 @@ class Cluster(AgentLauncher):
     def is_connected(self) -> bool:
         return self.is_there
 
-    def close(self) -> None:
-        self.asked.clear()
-
 
 @dataclass(eq=False)
 class Rank:
@@ -594,13 +591,9 @@ class World:
             self.write_shard(attempt, rank.rank, rank.number)
             if fails:
                 self.unwritten.add((attempt, rank.number))
-        writing = [rank for each in self.connected() if each.attempt == agent.attempt for rank in each.ranks.values()]
-        if (
-            writing
-            and len(writing) == self.starts[-1].places[0].world_size
-            and all(rank.has_written for rank in writing)
-        ):
-            self._end_save(agent.attempt or 0, writing)
+        peers = [rank for each in self.connected() if each.attempt == agent.attempt for rank in each.ranks.values()]
+        if peers and all(rank.has_written for rank in peers) and len(peers) == self.starts[-1].places[0].world_size:
+            self._end_save(agent.attempt or 0, peers)
 
     def _end_save(self, attempt: int, writing: Sequence[Rank]) -> None:
         number = writing[0].number
