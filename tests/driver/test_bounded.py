@@ -17,8 +17,8 @@ from flytekitplugins.daskpytorch.display.terminal import Board, Display
 from flytekitplugins.daskpytorch.display.tracker import Run, State, Tracker
 from flytekitplugins.daskpytorch.driver.parts.goodput import _Training
 from flytekitplugins.daskpytorch.protocol.journal import Logged, Shape, Training
-from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
-from told import To
+from flytekitplugins.daskpytorch.records import LogRecord
+from told import To, usage
 
 FEW, FACTOR = 8_000, 4
 """Of what is told: after so many nothing may grow any more, though as many times as many follow."""
@@ -103,7 +103,8 @@ def test_what_else_a_deck_is_told() -> None:
     To(deck).placed(Shape(name="m.train", backend="gloo", nodes=[], places=[]))
 
     def tell(number: int) -> None:
-        To(deck).used(usage(number % 5, number))
+        seconds = {"stepping": float(number)}
+        To(deck).used(usage(number % 5, float(number), number, seconds=seconds, memory=number, gpu_memory=number))
         To(deck).noted(f"m.train: something happened for the {number}th time")
         To(deck).kept(number)
         if number % 10 == 0:
@@ -111,19 +112,6 @@ def test_what_else_a_deck_is_told() -> None:
             To(deck).formed(1.0)
 
     assert_bounded(deck, tell)
-
-
-def usage(rank: int, number: int) -> RankUsage:
-    return RankUsage(
-        rank=rank,
-        time=float(number),
-        num_steps=number,
-        seconds={"stepping": float(number)},
-        cpu=1.0,
-        memory=number,
-        gpu_memory=number,
-        gpu_utilization=0.5,
-    )
 
 
 def test_output_of_ranks_while_a_debugger_has_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -113,6 +114,19 @@ def rank(tmp_path: Path) -> Rank:
 
 
 # ---- What is saved --------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_cannot_be_written_is_told_and_the_training_goes_on(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Written] = []
+    monkeypatch.setattr(FakeLink, "send", lambda _, said: told.append(said))
+    monkeypatch.setattr(torch, "save", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    checkpoint = rank.checkpoint()
+    checkpoint.save({}, 3)
+    checkpoint.flush()
+    assert told == [Written(CheckpointEntry(attempt=2, step=3), "OSError: [Errno 28] No space left on device")]
+    assert list(rank.folder.iterdir()) == []
 
 
 def test_state_comes_back_as_it_was_when_it_was_saved(rank: Rank) -> None:

@@ -3,10 +3,8 @@
 `benchmarks/chaos.py` draws signals to ranks at random moments: SIGKILL, SIGSEGV, SIGINT and a suspension.
 """
 
-import contextlib
 import functools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from socket import gethostname
@@ -19,12 +17,12 @@ from distributed import Client
 from torch.utils.data import TensorDataset
 
 import fault_training as ft
-from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankObserver, WorkerLostError, current_rank, dispatch
+from flytekitplugins.daskpytorch import Gang, GangError, Observer, RankObserver, current_rank, dispatch
 from flytekitplugins.daskpytorch.data import RankLoader
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.ranks import TAIL_SIZE
 from flytekitplugins.daskpytorch.protocol.failure import MAX_TEXT
-from processes import MAX_SECONDS, Cluster, dask_cluster, fork_server, nothing_left_behind, until
+from processes import MAX_SECONDS, Cluster, fork_server, nothing_left_behind
 
 RANK_1 = f"rank 1 on {gethostname()} (tcp://127.0.0.3"
 """How rank 1 is called where it is blamed."""
@@ -111,42 +109,6 @@ def test_observers_in_rank_0_open_once_the_users_modules_are_imported(
     error = dispatch.run(client, train, gang=gang).exception()
     assert isinstance(error, LookupError) == bool(last_line)
     assert trace.read_text() == "imported opened"
-
-
-@pytest.fixture
-def control_group() -> Iterator[Path]:
-    """A control group with a limit of memory."""
-    group = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
-    group /= f"daskpytorch-{os.getpid()}"
-    try:
-        group.mkdir()
-        limit = group / ("memory.limit_in_bytes" if group.parent.name == "memory" else "memory.max")
-        limit.write_text(str(1200 << 20))
-    except OSError as error:
-        pytest.skip(f"no control groups to be made here: {error}")
-    yield group
-
-    def is_gone() -> bool:
-        with contextlib.suppress(OSError):  # its last process is still ending
-            group.rmdir()
-        return not group.exists()
-
-    until(is_gone, "the control group to be empty")
-
-
-@pytest.mark.slow  # a busy kernel may read the same pages again and again for a minute before it kills
-def test_a_rank_killed_for_memory_is_named(control_group: Path, tmp_path: Path, launch: ft.Launch) -> None:  # 10
-    join = ["sh", "-c", f'echo $$ > {control_group}/cgroup.procs && exec "$@"', "sh"]
-    with (
-        nothing_left_behind(),
-        dask_cluster(tmp_path / "cluster", prefixes={1: join}) as cluster,
-        Client(cluster.address) as client,
-    ):
-        watched = launch(client, "grow", gang=Gang(max_restarts=0))
-        with pytest.raises(GangError, match="killed for memory") as caught:
-            watched.futures.result()
-    assert not isinstance(caught.value, WorkerLostError)
-    assert caught.value.rank == 1
 
 
 def test_the_fork_server_of_a_node_is_killed(launch: ft.Launch) -> None:

@@ -34,13 +34,7 @@ class SpoiltError(Exception):
 # ---- What the ranks run
 
 
-def train(
-    folder: str,
-    fault: str | None = None,
-    at_rank: int = 1,
-    *,
-    pace: float = 0.0,
-) -> float:
+def train(folder: str, fault: str | None = None, at_rank: int = 1, *, pace: float = 0.0) -> float:
     """Ten steps, each with an all-reduce, a checkpoint at every fourth; the result is the same however often it broke.
 
     Args:
@@ -126,12 +120,6 @@ def _shout_and_raise() -> None:
     raise SpoiltError("the batch is " + "very " * 1_000_000 + "spoilt")
 
 
-def _grow() -> None:
-    held = []
-    while True:
-        held.append(b"x" * (16 << 20))
-
-
 def _ignore_sigterm_and_raise() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SpoiltError("the batch is spoilt")
@@ -163,7 +151,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "close and raise": _close_group_and_raise,
     "os._exit": lambda: os._exit(3),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "grow": _grow,
     "ignore SIGTERM": _ignore_sigterm_and_raise,
     "hold the interpreter": _hold_the_interpreter,
     "wait": lambda: time.sleep(600),  # for what the test does
