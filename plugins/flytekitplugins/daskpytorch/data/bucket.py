@@ -12,13 +12,13 @@ import os
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from flytekitplugins.daskpytorch.checks import CONTROL_CHARACTERS
+from flytekitplugins.daskpytorch.process.worker import with_retries
 
 logger = logging.getLogger(__name__)
 
@@ -129,37 +129,34 @@ class Bucket:
         Raises `FileNotFoundError`, `PermissionError`, `ChangedError` if the object was overwritten since the listing,
         `DamagedTransferError`, `TimeoutError`, and other `OSError`s.
         """
-        uri = f"s3://{self.name}/{listed.key}"
-        for retry in range(self.access.num_retries + 1):
-            if retry:
-                time.sleep(random.uniform(0.5, 1) * min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** (retry - 1)))
-            try:
-                body, etag = self._get(listed.key)
-                _verify(uri, listed, body, etag)
-            except FINAL:
-                raise
-            except OSError as error:
-                failure = error
-            else:
-                return body
-        num_tries = self.access.num_retries + 1
-        raise type(failure)(f"{failure}. Tried {num_tries} times with timeout={self.access.timeout:g} s") from failure
+        longest = [min(LONGEST_BACKOFF, FIRST_BACKOFF * 2**retry) for retry in range(self.access.num_retries)]
+        waits = [random.uniform(0.5, 1) * seconds for seconds in longest]
+        try:
+            return with_retries(lambda: self._get(listed), waits, final=FINAL)
+        except FINAL:
+            raise
+        except OSError as error:
+            tried = f"Tried {len(waits) + 1} times with timeout={self.access.timeout:g} s"
+            raise type(error)(f"{error}. {tried}") from error
 
-    def _get(self, key: str) -> tuple[bytes, str]:
+    def _get(self, listed: Listed) -> bytes:
         import obstore
 
-        uri = f"s3://{self.name}/{key}"
+        uri, key = f"s3://{self.name}/{listed.key}", listed.key
         store = self._store_for(key)
         try:
             if store is None:
                 answer = self._client.get_object(Bucket=self.name, Key=key)
-                return answer["Body"].read(), answer.get("ETag", "").strip('"')
-            found = obstore.get(store, key)
-            return bytes(found.bytes()), (found.meta["e_tag"] or "").strip('"')
+                body, etag = bytes(answer["Body"].read()), answer.get("ETag", "")
+            else:
+                found = obstore.get(store, key)
+                body, etag = bytes(found.bytes()), found.meta["e_tag"] or ""
         except Exception as error:
             if store is None:
                 raise _from_botocore(error, uri) from error
             raise _from_obstore(error, uri) from None  # the cause adds nothing
+        _verify(uri, listed, body, etag.strip('"'))
+        return body
 
     def _store_for(self, key: str) -> Any:
         is_path = not any(part in ("", ".", "..") for part in key.split("/"))
@@ -171,15 +168,12 @@ class Bucket:
     @functools.cached_property
     def _store(self) -> Any:
         """Obstore's store. None where obstore would hang."""
-        if _first_used_in in (None, os.getpid()):
-            return self._opened()
-        logger.warning(INHERITED)
-        return None
-
-    def _opened(self) -> Any:
         from obstore.store import S3Store
 
         global _first_used_in
+        if _first_used_in not in (None, os.getpid()):
+            logger.warning(INHERITED)
+            return None
         _first_used_in = os.getpid()
         silence = timedelta(seconds=self.access.timeout)
         options: Any = {"allow_http": True, "connect_timeout": silence, "read_timeout": silence}

@@ -6,7 +6,7 @@ import functools
 import io
 import logging
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -343,19 +343,19 @@ def pictures_in(listing: Iterable[Listed], uri: str, folder: str, *, nested: boo
 
     Raises `ValueError` for pictures at deeper levels unless `nested`, and `FileNotFoundError` without pictures.
     """
-    pictures: list[Listed] = []
-    others: Counter[str] = Counter()
-    examples: dict[str, str] = {}
+    found: defaultdict[str, list[Listed]] = defaultdict(list)
     for listed in listing:
-        kind = _kind(listed.key, folder)
-        if kind == "picture" or (nested and kind == "deeper picture"):
-            pictures.append(listed)
-        else:
-            others[kind] += 1
-            examples.setdefault(kind, listed.key)
-    if deeper := others["deeper picture"]:
-        raise ValueError(_too_deep(uri, folder, deeper, examples["deeper picture"]))
-    left_out = {kind: f"{count} x {kind}, such as {examples[kind]}" for kind, count in others.items() if count}
+        found[_kind(listed.key, folder)].append(listed)
+    pictures, deeper = found.pop("picture", []), found.pop("deeper picture", [])
+    if deeper and not nested:
+        first = deeper[0].key.removeprefix(folder).partition("/")[0]
+        raise ValueError(
+            f"{uri} has {len(deeper)} pictures that lie deeper than class/picture, such as {deeper[0].key}. If "
+            f"{first!r} is a part of the data rather than a class, name it: {uri}{first}. If {first!r} is a class, "
+            "pass nested=True"
+        )
+    pictures = sorted(pictures + deeper)
+    left_out = {kind: f"{len(others)} x {kind}, such as {others[0].key}" for kind, others in found.items()}
     if not pictures:
         raise FileNotFoundError(
             f"{uri} has no pictures. Looked for {uri}CLASS/PICTURE with the extensions {' '.join(IMAGE_EXTENSIONS)}; "
@@ -375,11 +375,3 @@ def _kind(key: str, folder: str) -> str:
     if len(parts) == 1:
         return "picture in no class's folder"
     return "picture" if len(parts) == 2 else "deeper picture"
-
-
-def _too_deep(uri: str, folder: str, count: int, example: str) -> str:
-    first = example.removeprefix(folder).split("/")[0]
-    return (
-        f"{uri} has {count} pictures that lie deeper than class/picture, such as {example}. If {first!r} is a part "
-        f"of the data rather than a class, name it: {uri}{first}. If {first!r} is a class, pass nested=True"
-    )
