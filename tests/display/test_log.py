@@ -47,7 +47,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 def begun(observer: Observer | None = None) -> Any:
-    observer = observer or MachineLog("flows.train")
+    observer = observer or MachineLog()
     To(observer).begins(Training(name="flows.train", id="train-f3a-n0", inputs={"lr": 0.5}))
     To(observer).placed(SHAPE)
     return observer

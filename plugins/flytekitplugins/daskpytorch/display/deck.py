@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,8 +64,7 @@ def _pieces_of(run: RunState, places: Mapping[str, str]) -> list[str]:
         *_metrics(metrics, run.restarts),
         *_time_and_machines(run, usage, ranks),
         report.section("What happened", report.timeline(history, run.began_at)),
-        *_with_what(run),
-        *_where(run.checkpoints, places),
+        *_tables_of(run, places),
     ]
 
 
@@ -95,7 +94,7 @@ def figures(run: RunState) -> dict[str, object]:
             figures["time left"] = (report.duration(left), "at the pace of the last steps")
     elif num_steps := max((usage.num_steps for usage in run.usages.values()), default=0):
         figures["optimizer steps"] = num_steps
-    figures["took" if run.end is not None else "running for"] = report.duration(run.seconds)
+    figures["took" if run.end is not None else "running for"] = report.duration(run.now - run.began_at)
     if run.goodput is not None and run.goodput.total >= MIN_TOTAL:
         figures["goodput"] = (f"{run.goodput.share:.0%}", "of the time in steps")
         figures |= _bill(run.goodput.bill)
@@ -184,11 +183,9 @@ def _time_and_machines(
     if usage:
         drawn = [report.line_chart(what, lines, "seconds", from_zero=True) for what, lines in usage.items()]
         pieces.append(report.grid(*drawn))
-    if ranks[1]:
-        pieces.append(report.card("Ranks", report.table(*ranks)))
-    if pieces:
+    if pieces or ranks[1]:
         note = f"{size_of(run.shape)}, {run.shape.backend}" if run.shape is not None else ""
-        yield report.section("Time and machines", *pieces, note=note)
+        yield report.section("Time and machines", *pieces, _card("Ranks", *ranks), note=note)
 
 
 def _ranks(run: RunState) -> tuple[list[str], list[list[object]]]:
@@ -214,30 +211,25 @@ def _places_of(shape: Shape) -> Iterator[tuple[int, dict[str, object]]]:
             yield place.rank, {"host": node.host, "worker": node.worker, "device": device}
 
 
-def _with_what(run: RunState) -> Iterable[str]:
+def _tables_of(run: RunState, places: Mapping[str, str]) -> Iterable[str]:
     versions = run.shape.nodes[0].versions if run.shape is not None and run.shape.nodes else {}
-    tables = {"Inputs": (("name", "value"), run.inputs), "Versions": (("package", "version"), versions)}
-    cards = [report.card(title, report.table(header, rows.items())) for title, (header, rows) in tables.items() if rows]
-    if cards:
-        yield report.section("With what", report.grid(*cards, least=300))
+    inputs = _card("Inputs", ("name", "value"), run.inputs.items())
+    if given := inputs + _card("Versions", ("package", "version"), versions.items()):
+        yield report.section("With what", report.grid(given, least=300))
+    rows = [_row_of(each) for each in run.checkpoints]
+    checkpoints = _card("Checkpoints", ("step", "metrics", "bytes", "place"), rows)
+    if kept := _card("Places", ("what", "where"), places.items()) + checkpoints:
+        yield report.section("Where", report.grid(kept, least=380))
 
 
-def _where(checkpoints: Sequence[SavedCheckpoint], places: Mapping[str, str]) -> Iterable[str]:
-    pieces = []
-    if places:
-        pieces.append(report.card("Places", report.table(("what", "where"), places.items())))
-    if checkpoints:
-        pieces.append(report.card("Checkpoints", _checkpoint_table(checkpoints)))
-    if pieces:
-        yield report.section("Where", report.grid(*pieces, least=380))
+def _card(title: str, header: Sequence[str], rows: Collection[Sequence[object]]) -> str:
+    """Return a table under a heading, or nothing without rows."""
+    return report.card(title, report.table(header, rows)) if rows else ""
 
 
-def _checkpoint_table(checkpoints: Sequence[SavedCheckpoint]) -> str:
-    rows = []
-    for each in checkpoints:
-        metrics = ", ".join(f"{name} {value:g}" for name, value in each.metrics.items())
-        rows.append((each.step, metrics, f"{each.size:,}", each.place or "the driver's disk"))
-    return report.table(("step", "metrics", "bytes", "place"), rows)
+def _row_of(checkpoint: SavedCheckpoint) -> Sequence[object]:
+    metrics = ", ".join(f"{name} {value:g}" for name, value in checkpoint.metrics.items())
+    return checkpoint.step, metrics, f"{checkpoint.size:,}", checkpoint.place or "the driver's disk"
 
 
 INTERVAL = 3.0

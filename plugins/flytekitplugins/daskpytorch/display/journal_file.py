@@ -14,7 +14,7 @@ from typing import IO
 import click
 
 from flytekitplugins.daskpytorch.display import deck
-from flytekitplugins.daskpytorch.display.run_state import RunState
+from flytekitplugins.daskpytorch.display.run_state import RunState, is_kept
 from flytekitplugins.daskpytorch.process.folders import local_runs_folder
 from flytekitplugins.daskpytorch.process.streams import one_line
 from flytekitplugins.daskpytorch.protocol import journal
@@ -42,27 +42,18 @@ class Journal(Observer):
         self._file: IO[str] | None = None
         self._began_at = 0.0
         self._written_at: dict[Hashable, float] = {}
-        self._left_out: dict[Hashable, journal.Event] = {}
+        self._waiting: dict[Hashable, journal.Event] = {}
 
     def on_event(self, event: journal.Event) -> None:
         if isinstance(event, journal.Began):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._began_at = event.time
             self._file = (self._folder / (self._name or f"{event.training.id}.jsonl")).open("a", encoding="utf-8")
-        if self._file is None or isinstance(event, (journal.Wrote, journal.Prompted)):
+        if self._file is None or not is_kept(event):
             return
-        if isinstance(event, journal.Logged) and event.record.rank != 0:
-            return
-        if (key := _key_of(event)) is None:
-            for left_out in self._left_out.values():
-                self._write(left_out)
-            self._left_out.clear()
-            self._write(event)
-        elif self._is_due(event, key):
-            self._left_out.pop(key, None)
-            self._write(event)
-        else:
-            self._left_out[key] = event
+        self._waiting[key := _key_of(event)] = event
+        for due in [*self._waiting] if key is None else [key] if self._is_due(event, key) else []:
+            self._write(self._waiting.pop(due))
         if isinstance(event, journal.Ended):
             self._file.close()
             self._file = None

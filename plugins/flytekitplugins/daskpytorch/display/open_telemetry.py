@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from flytekitplugins.daskpytorch import checks
@@ -15,7 +15,7 @@ from flytekitplugins.daskpytorch.errors import Kind
 from flytekitplugins.daskpytorch.protocol.journal import Training
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import Observation
+    from opentelemetry.metrics import MeterProvider, Observation
 
 MAX_RANKS = 100
 SHOWN_AFTER_END = 120.0
@@ -30,7 +30,8 @@ Values = Mapping[str, float | None]
 class Figure:
     name: str
     help: str
-    value: Callable[[RunState], float | Values | None]
+    value: Callable[[RunState], Any]
+    """A number, numbers by label, or None."""
     _: KW_ONLY
     unit: str = ""
     """UCUM code."""
@@ -56,25 +57,15 @@ BILL = "Hours of GPUs, else of cores, the share of them that trained, and their 
 CHECKPOINT_TIME = "Time of the newest safe checkpoint since 1970, or of the start from an earlier run's checkpoint."
 FIGURES = (
     Figure("running", "1 while the gang runs, 0 after its end.", lambda run: run.end is None),
-    Figure("ranks", "Number of ranks of the gang.", lambda run: run.shape.world_size if run.shape else None),
-    Figure(
-        "nodes",
-        "Number of Dask workers, or 1 on the task's own node.",
-        lambda run: len(run.shape.nodes) if run.shape else None,
-    ),
-    Figure(
-        "step", "Step of rank 0's newest log record.", lambda run: run.values.record.step if run.values.record else None
-    ),
-    Figure(
-        "steps",
-        "Total number of steps, if the training logs the number.",
-        lambda run: run.values.record.num_steps if run.values.record else None,
-    ),
+    Figure("ranks", "Number of ranks of the gang.", lambda run: run.shape and run.shape.world_size),
+    Figure("nodes", "Number of Dask workers, or 1 on one node.", lambda run: run.shape and len(run.shape.nodes)),
+    Figure("step", "Step of rank 0's newest log record.", lambda run: run.values.record and run.values.record.step),
+    Figure("steps", "Total number of steps, if logged.", lambda run: run.values.record and run.values.record.num_steps),
     Figure("metric", "Newest value of each metric that rank 0 logs.", lambda run: run.values.numbers, label="metric"),
     Figure("restarts", "Restarts of the gang by kind of failure.", _restarts, label="kind", is_counter=True),
     Figure("forming", "Duration of the newest start, until all ranks have met.", lambda run: run.forming, unit="s"),
     Figure("goodput", "Time of the gang by its use.", _uses_of_time, unit="s", label="use"),
-    Figure("bill", BILL, lambda run: run.goodput.bill if run.goodput is not None else None, label="of"),
+    Figure("bill", BILL, lambda run: run.goodput and run.goodput.bill, label="of"),
     Figure("checkpoints", "Checkpoints that the gang has made safe.", lambda run: run.num_checkpoints, is_counter=True),
     Figure("checkpoint_step", "Step of the newest safe checkpoint.", lambda run: run.checkpoint and run.checkpoint[0]),
     Figure("checkpoint_timestamp", CHECKPOINT_TIME, lambda run: run.checkpoint and run.checkpoint[1], unit="s"),
@@ -110,9 +101,6 @@ class OpenTelemetry:
 
 
 class GangFigures(View):
-    def __init__(self) -> None:
-        self.state = RunState()
-
     def on_begin(self, training: Training) -> None:
         self.attributes = {"training": training.name, "model": "" if training.index is None else str(training.index)}
         _export(self)
@@ -132,21 +120,22 @@ class GangFigures(View):
 
 
 _gangs: list[GangFigures] = []
-_providers: list[Any] = []
-"""Providers that have the instruments, which cannot be removed, so gangs share them."""
 _lock = threading.Lock()
+
+
+@functools.cache  # instruments cannot be removed, so gangs share them
+def _make_instruments(provider: MeterProvider) -> None:
+    meter = provider.get_meter("flytekitplugins.daskpytorch")
+    for figure in FIGURES:
+        make = meter.create_observable_counter if figure.is_counter else meter.create_observable_gauge
+        make(f"daskpytorch.{figure.name}", [functools.partial(_observe, figure)], figure.unit, figure.help)
 
 
 def _export(gang: GangFigures) -> None:
     from opentelemetry.metrics import get_meter_provider
 
     with _lock:
-        if (provider := get_meter_provider()) not in _providers:
-            _providers.append(provider)
-            meter = provider.get_meter("flytekitplugins.daskpytorch")
-            for figure in FIGURES:
-                make = meter.create_observable_counter if figure.is_counter else meter.create_observable_gauge
-                make(f"daskpytorch.{figure.name}", [partial(_observe, figure)], figure.unit, figure.help)
+        _make_instruments(get_meter_provider())
         _gangs[:] = [*filter(lambda each: each.is_shown, _gangs), gang]
 
 

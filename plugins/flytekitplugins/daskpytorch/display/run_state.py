@@ -5,6 +5,7 @@
 The same events give the same state, so a journal that is read again shows what the run's displays have shown.
 """
 
+import functools
 import itertools
 import math
 import threading
@@ -84,7 +85,6 @@ class RunState(Observer):
     training: journal.Training | None = None
     shape: Shape | None = None
     attempt: int | None = None
-    resumed_step: int | None = None
     forming: float | None = None
     call: str | None = None
     called_at: float = 0.0
@@ -125,10 +125,6 @@ class RunState(Observer):
         return self.ended_at or self.clock()
 
     @property
-    def seconds(self) -> float:
-        return self.now - self.began_at
-
-    @property
     def phase(self) -> Phase:
         if self.end is not None:
             return Phase(self.end.word, TONES.get(self.end.word, "warn"))
@@ -144,13 +140,10 @@ class RunState(Observer):
     # ---- The fold
 
     def on_event(self, event: journal.Event) -> None:
-        if isinstance(event, (journal.Wrote, journal.Prompted)):
-            return
-        if isinstance(event, journal.Logged) and event.record.rank != 0:
-            return
-        with self.lock:
-            self._fold(event)
-            self.num_changes += 1
+        if is_kept(event):
+            with self.lock:
+                self._fold(event)
+                self.num_changes += 1
 
     @singledispatchmethod
     def _fold(self, event: journal.Event) -> None:
@@ -163,7 +156,7 @@ class RunState(Observer):
 
     @_fold.register
     def _(self, event: journal.Resumed) -> None:
-        self.resumed_step, self.checkpoint = event.step, (event.step, event.time)
+        self.checkpoint = event.step, event.time
         self.cut(self.before, event.step)
         self._tell(event, f"goes on from the checkpoint of step {event.step:,} of the attempt before", "good")
 
@@ -305,9 +298,17 @@ class RunState(Observer):
         self.rate.clear()
 
 
+def is_kept(event: journal.Event) -> bool:
+    """Return False for output, debuggers' prompts, and log records of other ranks than rank 0."""
+    is_of_others = isinstance(event, journal.Logged) and event.record.rank != 0
+    return not is_of_others and not isinstance(event, (journal.Wrote, journal.Prompted))
+
+
 class View(Observer):
-    state: RunState
-    """Set by `watched`."""
+    @functools.cached_property
+    def state(self) -> RunState:
+        """The state of the gang's run, which `watched` sets. Before, an empty one."""
+        return RunState()
 
     def note(self, text: str) -> None:
         self.on_event(journal.Noted(text=text))

@@ -10,14 +10,14 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from flytekitplugins.daskpytorch.display.run_state import RunState, Values, View
+from flytekitplugins.daskpytorch.display.run_state import Values, View
 from flytekitplugins.daskpytorch.display.training import is_held_out, num_done, seconds_left, size_of
 from flytekitplugins.daskpytorch.errors import GangCancelledError, GangError, PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process import streams
@@ -151,7 +151,6 @@ class Display(View):
     """Show the start too. A call of `conclude` shows the outcome."""
     unsaid: tuple[type[Exception], ...] = ()
     """Classes of errors that have no line of their own."""
-    state: RunState = field(default_factory=RunState)
     is_over: bool = False
     _line: TaskID | None = None
     _is_debugging: bool = False
@@ -263,9 +262,6 @@ class Display(View):
 class MachineLog(View):
     """Logs each event of a gang as a JSON object, with the gang's id and the attempt's number, from 0."""
 
-    def __init__(self, name: str = "") -> None:
-        self.state = RunState(name=name)
-
     def on_event(self, event: journal.Event) -> None:
         """Log an event, and a rank's output line by line. A line that is this package's own object keeps its fields."""
         match event:
@@ -318,7 +314,7 @@ def progress(
     default none, since a task raises its error.
     """
     if streams.is_for_machines():
-        return MachineLog(name)
+        return MachineLog()
     with _lock:
         other = next((each for each in _gangs if not each.is_over), None)
         board = Board(is_plain=is_plain) if other is None else other.board

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from flytekitplugins.daskpytorch.display.run_state import RunState, View
+from flytekitplugins.daskpytorch.display.run_state import View
 from flytekitplugins.daskpytorch.display.training import MAX_RANKS, amounts, run_config
 from flytekitplugins.daskpytorch.errors import PreemptedError
 from flytekitplugins.daskpytorch.process.streams import say
@@ -75,7 +75,6 @@ class Run:
 
 class Tracker(View):
     def __init__(self, run: Run) -> None:
-        self.state = RunState()
         self._run = run
         self._worker = Worker(name=run.label)
         self._is_open = False
@@ -89,7 +88,7 @@ class Tracker(View):
     def on_event(self, event: journal.Event) -> None:
         match event:
             case journal.Placed(shape=shape) if self.state.attempt == 0 and self.state.training is not None:
-                training, step = self.state.training, self.state.resumed_step
+                training, step = self.state.training, self.state.checkpoint and self.state.checkpoint[0]
                 self._is_open, self._flushed_at = True, time.monotonic()
                 begin = partial(self._run.open, training, run_config(training, shape), step)
                 self._worker.submit(begin, self._gives_up_all)
