@@ -13,7 +13,8 @@ from flytekitplugins.daskpytorch.data.bucket import Access, Bucket, Listed, cred
 from flytekitplugins.daskpytorch.data.image_folder import pictures_in
 
 PLACE = {"endpoint_url": "http://127.0.0.1:1"}
-NOWHERE: dict[str, Any] = {"storage_options": {"key": "access", "secret": "hush"} | PLACE, "num_retries": 1}
+KEYS = dict.fromkeys(("key", "secret", "token"), "hush")
+NOWHERE: dict[str, Any] = {"storage_options": KEYS | PLACE, "num_retries": 1}
 
 
 @pytest.fixture
@@ -42,32 +43,15 @@ def test_bucket_and_prefix_or_an_uri(place: tuple[str, ...]) -> None:
         (("s3:///p",), {}, "must be a bucket's name"),
         (("b/p",), {}, "must be a bucket's name"),
         (("s3://b/p", "q"), {}, "name the prefix once"),
-        (
-            ("b",),
-            {
-                "on_error": "ignore",
-                "timeout": 0,
-                "num_connections": 0,
-                "num_retries": -1,
-            },
-            r"\(on_error='ignore'.*num_connections=0.*timeout=0.*num_retries=-1",
-        ),
-        (
-            ("b",),
-            {"storage_options": {"kee": 1, "client_kwargs": {}}},
-            "has client_kwargs, kee, which is unknown. Known are",
-        ),
+        (("b",), {"on_error": "ignore", "timeout": 0}, r"\(on_error='ignore'.*timeout=0"),
+        (("b",), {"num_connections": 0, "num_retries": -1}, "num_connections=0.*num_retries=-1"),
+        (("b",), {"storage_options": {"kee": 1, "client_kwargs": {}}}, "has client_kwargs, kee, which is unknown"),
         (("b",), {"storage_options": {"key": "k"}}, "has key, but no secret: give both"),
     ],
 )
 def test_bad_arguments_are_all_named(place: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         data.S3ImageFolder(*place, **{**NOWHERE, **options})
-
-
-def test_an_access_shows_no_secrets() -> None:
-    shown = repr(Access(key="an id", secret="a secret", token="a token"))
-    assert not any(hidden in shown for hidden in ("an id", "a secret", "a token"))
 
 
 # ---- The pictures among a folder's objects

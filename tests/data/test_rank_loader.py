@@ -261,24 +261,16 @@ def test_a_loop_that_another_one_overtook_ends_in_an_error() -> None:
             next(loop)
 
 
-@pytest.mark.parametrize("seed", [1.0, None, "1", True, 2**63, 10**400])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
-    """Else a large one would give an error of torch's in some epoch."""
-    with pytest.raises(ValueError, match=r"seed=.*: must be a whole number of at most 63 bits"):
-        RankLoader([0, 1], 1, seed=seed, rank=0, world_size=1)
-
-
-@pytest.mark.parametrize("sizes", [(1.5, 0, 1), ("2", 0, 1), (1, 0.0, 1), (1, 0, 1.0), (1, 0, 0), (True, 0, 1)])
-def test_numbers_of_a_loader_are_whole(sizes: tuple[Any, Any, Any]) -> None:
-    batch_size, rank, world_size = sizes
-    with pytest.raises(ValueError, match="must be a whole number from"):
-        RankLoader([0, 1], batch_size, rank=rank, world_size=world_size)
-
-
-def test_impossible_shares_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"RankLoader\(batch_size=0\): .*; RankLoader\(world_size=0\): must be"):
-        RankLoader([0], 0, rank=2, world_size=0)
-    with pytest.raises(ValueError, match=r"\(rank=2\): must be a whole number from 0 and below"):
-        RankLoader([0], 1, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="1 items cannot be shared by 2 ranks"):
-        RankLoader([0], 1, rank=1, world_size=2)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *(({"seed": seed}, "seed=.*: must be a whole number of at most 63 bits") for seed in (1.0, None, True, 2**63)),
+        *(({"batch_size": size}, "batch_size=.*: must be a whole number from 1") for size in (1.5, "2", True)),
+        ({"batch_size": 0, "world_size": 0}, r"RankLoader\(batch_size=0\): .*; RankLoader\(world_size=0\): must be"),
+        *(({"rank": rank}, r"\(rank=.*\): must be a whole number from 0 and below") for rank in (0.0, 1)),
+        ({"world_size": 2}, "1 items cannot be shared by 2 ranks"),
+    ],
+)
+def test_impossible_numbers_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RankLoader([0], **{"batch_size": 1, "rank": 0, "world_size": 1} | given)

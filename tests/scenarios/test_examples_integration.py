@@ -1,6 +1,5 @@
 """Examples do what they say: docstrings that need a cluster or a bucket, and the programs of docs/coming_from.md."""
 
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 from PIL import Image
 
 from docstring_examples import examples, needs, run
+from jpegs import encoded
 from pages import REPOSITORY, imported, run_as_script
 from seaweed import Weed
 
@@ -21,17 +21,12 @@ from seaweed import Weed
 EXAMPLES = examples()
 
 
-def photo() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (40, 30), "navy").save(file, "JPEG")
-    return file.getvalue()
-
-
 @pytest.fixture(scope="module")
 def pictures(weed: Weed) -> Iterator[None]:
     """Four dogs of two breeds; and the same with one that is broken."""
-    dogs = {f"dogs/{breed}/{number}.jpg": photo() for breed in ("beagle", "collie") for number in range(4)}
-    with_broken = {f"with-a-broken-one/{key.removeprefix('dogs/')}": picture for key, picture in dogs.items()}
+    picture = encoded(Image.new("RGB", (40, 30), "navy"))
+    dogs = {f"dogs/{breed}/{number}.jpg": picture for breed in ("beagle", "collie") for number in range(4)}
+    with_broken = {f"with-a-broken-one/{key.removeprefix('dogs/')}": picture for key in dogs}
     weed.put_all("pictures", {**dogs, **with_broken, "with-a-broken-one/beagle/broken.jpg": b"no picture"})
     with pytest.MonkeyPatch.context() as patch:
         for name, value in weed.env().items():

@@ -80,12 +80,6 @@ def test_pictures_and_labels_are_those_of_the_bucket(folder: Make) -> None:
         assert dataset.classes[label] == key.split("/")[1]
 
 
-def test_what_is_no_picture_is_named_and_asked_for_once(folder: Make, proxy: FaultProxy) -> None:
-    with pytest.raises(data.BrokenImageError, match=r"/broken/thing/empty.jpg cannot be decoded: .*on_error"):
-        read(folder("broken"), "broken/thing/empty.jpg")
-    assert proxy.num_requests("empty.jpg") == 1
-
-
 def test_more_keys_than_a_page_are_listed_and_a_pickle_has_the_listing(
     folder: Make, weed: Weed, proxy: FaultProxy
 ) -> None:

@@ -116,17 +116,6 @@ class Weed:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda item: self.put(bucket, *item), objects.items()))
 
-    def forbid_deletes(self, bucket: str) -> None:
-        """From now on users may not remove objects from this bucket."""
-        statement = {
-            "Effect": "Deny",
-            "Principal": "*",
-            "Action": ["s3:DeleteObject"],
-            "Resource": [f"arn:aws:s3:::{bucket}/*"],
-        }
-        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-        self.client.put_bucket_policy(Bucket=bucket, Policy=policy)
-
     def delete(self, bucket: str, key: str) -> None:
         """Remove an object."""
         self.client.delete_object(Bucket=bucket, Key=key)
