@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,7 @@ from flytekitplugins.daskpytorch.errors import PreemptedError, StoppedEarlyError
 from flytekitplugins.daskpytorch.process.folders import replacing, scratch_folder
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.process.worker import in_thread
+from flytekitplugins.daskpytorch.protocol.files import link_or_copy
 from flytekitplugins.daskpytorch.protocol.host import Execution
 
 if TYPE_CHECKING:
@@ -214,9 +214,12 @@ class ResultFolder:
         self._root = os.path.realpath(prefix).rstrip("/")
 
     def take(self, rank: int, path: str, file: Path) -> None:
-        """Move a file to a path. ResultPathError: the path is refused. OSError: the file cannot be written now."""
+        """Give a file its path. ResultPathError: the path is refused. OSError: the file cannot be written now."""
         try:
-            return _move(file, self._resolve(path))
+            target = self._resolve(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target, target.with_name(f".unfinished-{uuid.uuid4().hex}")) as unfinished:
+                return link_or_copy(file, unfinished)
         except OSError as error:
             is_writable = os.access(self._root, os.W_OK | os.X_OK, effective_ids=True)
             if error.errno not in OF_PATH or not is_writable:
@@ -235,17 +238,6 @@ class ResultFolder:
         if not target.startswith(f"{self._root}/"):
             raise ValueError(f"it leads to {target}")
         return Path(target)
-
-
-def _move(file: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file.replace(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        with replacing(target, target.with_name(f".unfinished-{uuid.uuid4().hex}")) as unfinished:
-            shutil.copy(file, unfinished)
 
 
 # ---- Of a task
