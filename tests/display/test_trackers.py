@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from flytekit.types.file import FlyteFile
 from PIL import Image
 from tensorboard.plugins.hparams import plugin_data_pb2
-from werkzeug.serving import BaseWSGIServer, make_server
+from werkzeug.serving import make_server
 
 from flytekitplugins.daskpytorch import Histogram, MLflow, Picture, TensorBoard
 from flytekitplugins.daskpytorch.display import tracker
@@ -231,35 +231,21 @@ def test_mlflow_runs_of_many_models_are_nested_in_one(flow: Flow) -> None:
     assert [run.data.params["lr"] for run in nested] == ["0", "1"]
 
 
-@pytest.fixture
-def serve(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], BaseWSGIServer]]:
-    """Starts MLflow's own server, in a thread, at an address that is known before."""
-    To(begun(MLflow(uri=store, experiment="first"))).ended(None)  # makes the database
-    monkeypatch.setenv("_MLFLOW_SERVER_FILE_STORE", f"sqlite:///{store}/mlflow.db")
-    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", str(store / "artifacts"))
-    servers: list[BaseWSGIServer] = []
-
-    def start(port: int = 0) -> BaseWSGIServer:
-        from mlflow.server import app
-
-        servers.append(make_server("127.0.0.1", port, app, threaded=True))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_mlflow_server_that_comes_late_has_all(flow: Flow, serve: Callable[..., BaseWSGIServer]) -> None:
-    port = free_ports(1)[0]
+def test_mlflow_server_that_comes_late_has_all(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    To(begun(flow(experiment="first"))).ended(None)  # makes the database
+    monkeypatch.setenv("_MLFLOW_SERVER_FILE_STORE", f"sqlite:///{flow.store}/mlflow.db")
+    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", str(flow.store / "artifacts"))
+    [port] = free_ports(1)
     observer = begun(flow(uri=f"http://127.0.0.1:{port}"))
     losses(observer, range(3), 1.0)
     time.sleep(1.0)
     assert observer.places() == {}
-    serve(port)  # MLflow's own client tries again
+    from mlflow.server import app
+
+    server = make_server("127.0.0.1", port, app, threaded=True)  # MLflow's own client tries again
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     To(observer).ended(None)
+    server.shutdown()
     [run] = flow.runs
     assert (run.info.status, flow.points(run)) == ("FINISHED", [(0, 1.0), (1, 1.0), (2, 1.0)])
     place = f"http://127.0.0.1:{port}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"

@@ -62,11 +62,6 @@ def test_help_lists_the_commands(words: list[str], capsys: pytest.CaptureFixture
         assert capsys.readouterr().out.startswith(f"Usage: daskpytorch {name} [OPTIONS]")
 
 
-def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["train.py"]) == 2
-    assert "No such command 'train.py'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("address", "said"),
     [

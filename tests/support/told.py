@@ -1,7 +1,7 @@
 """Arguments of observers' methods: a gang's shape, log records and usages, with defaults."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from flytekitplugins.daskpytorch.display.run_state import View
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.journal import Shape
 from flytekitplugins.daskpytorch.protocol.placement import Node, place_ranks
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import LogRecord, RankUsage
 
 
 def record(step: int = 0, rank: int = 0, num_steps: int | None = None, time: float = 0.0, **metrics: Any) -> LogRecord:
@@ -31,6 +31,23 @@ def shape_of(*nodes: Node, per_worker: int = 1) -> Shape:
     return Shape(name="flows.train", backend="gloo", nodes=[*nodes], places=place_ranks(nodes, per_worker))
 
 
+EVENTS: dict[str, tuple[Any, ...]] = {
+    "begins": (journal.Began, "training"),
+    "resumed": (journal.Resumed, "step"),
+    "placed": (journal.Placed, "shape"),
+    "formed": (journal.Formed, "seconds"),
+    "calling": (journal.Calling, "name"),
+    "wrote": (journal.Wrote, "rank", "lines"),
+    "logged": (journal.Logged, "record"),
+    "kept": (journal.Checkpointed, "step"),
+    "keeps": (journal.Listed, "checkpoints"),
+    "used": (journal.Used, "usage"),
+    "accounted": (journal.Accounted, "goodput"),
+    "debugging": (journal.Prompted, "rank"),
+}
+"""What `To` does -> the event, and its fields."""
+
+
 class To:
     """Gives an observer an event of each kind, as a gang does: first to the state that the observer reads."""
 
@@ -45,44 +62,13 @@ class To:
                 observer.state.on_event(event)
             observer.on_event(event)
 
-    def begins(self, training: journal.Training) -> None:
-        self.event(journal.Began(training=training))
-
-    def resumed(self, step: int) -> None:
-        self.event(journal.Resumed(step=step))
-
-    def placed(self, shape: Shape) -> None:
-        self.event(journal.Placed(shape=shape))
-
-    def formed(self, seconds: float) -> None:
-        self.event(journal.Formed(seconds=seconds))
-
-    def calling(self, name: str) -> None:
-        self.event(journal.Calling(name=name))
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return what gives an event of `EVENTS`, by the values of its fields."""
+        kind, *fields = EVENTS[name]
+        return lambda *values: self.event(kind(**dict(zip(fields, values, strict=True))))
 
     def called(self, name: str, error: BaseException | None) -> None:
         self.event(journal.Called(name=name, end=journal.End.of(error)))
-
-    def wrote(self, rank: int, lines: list[str]) -> None:
-        self.event(journal.Wrote(rank=rank, lines=lines))
-
-    def logged(self, record: LogRecord) -> None:
-        self.event(journal.Logged(record=record))
-
-    def kept(self, step: int) -> None:
-        self.event(journal.Checkpointed(step=step))
-
-    def keeps(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        self.event(journal.Listed(checkpoints=checkpoints))
-
-    def used(self, usage: RankUsage) -> None:
-        self.event(journal.Used(usage=usage))
-
-    def accounted(self, goodput: Goodput) -> None:
-        self.event(journal.Accounted(goodput=goodput))
-
-    def debugging(self, rank: int | None) -> None:
-        self.event(journal.Prompted(rank=rank))
 
     def restarting(self, reason: str, step: int | None, kind: str | None = "exit") -> None:
         self.event(journal.Restarted(reason=reason, step=step, kind=kind))
