@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from flytekitplugins.daskpytorch import (
     DaskDDP,
     Evaluate,
     Gang,
-    Goodput,
     Keep,
     LogRecord,
     Observer,
@@ -35,7 +33,7 @@ from flytekitplugins.daskpytorch import (
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.task.run import RunFutures
-from pages import block
+from pages import block, imported
 from processes import nothing_left_behind
 
 PACKAGES = {"lightning_trainer": "lightning", "lightning_fabric": "lightning"}
@@ -109,20 +107,6 @@ def test_weights_are_those_of_one_process_that_sees_the_samples_of_all(ranks: li
 TWO_RANKS = Gang(ranks_per_worker=2)
 
 
-class Logged(Observer):
-    """Keeps what the ranks log, and where their time goes."""
-
-    def __init__(self) -> None:
-        self.records: list[LogRecord] = []
-        self.goodput = Goodput()
-
-    def on_goodput(self, goodput: Goodput) -> None:
-        self.goodput = goodput
-
-    def on_log(self, record: LogRecord) -> None:
-        self.records.append(record)
-
-
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Client]:
     """A client of a worker in this process."""
@@ -136,7 +120,7 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
 ) -> None:
     pytest.importorskip(library) if find_spec(library) is None else None  # without importing it here
     monkeypatch.setattr(ft, "train", library_trainings.TRAININGS[library])
-    logged, own = Logged(), {"lightning": "validated", "transformers": "eval_loss"}[library]
+    own = {"lightning": "validated", "transformers": "eval_loss"}[library]
     evaluate = Evaluate(library_trainings.EVALUATIONS[library], workers=0)
     beside = replace(TWO_RANKS, evaluate=evaluate, keep=Keep(best=1, metric="loss_beside"), **ONCE)
     with ft.watching(tmp_path / "undisturbed") as launch:
@@ -145,20 +129,19 @@ def test_a_killed_training_goes_on_to_the_result_of_the_undisturbed_one(
     check_evaluated(undisturbed, own)
     with ft.watching(tmp_path / "killed") as launch:
         best = Keep(best=1, metric=own, mode="min")
-        killed = launch(worker, 6, gang=replace(TWO_RANKS, observers=(lambda: logged,), keep=best))
-        results = killed.futures.result()
+        killed = launch(worker, 6, gang=replace(TWO_RANKS, keep=best))
+        results, records = killed.futures.result(), killed.futures.records
     assert killed.starts(0) == killed.starts(1) == [0, 4]
     assert set(killed.kept) >= {4, 8}  # a gang that has its results does not wait for the last one
     for result in results:
         assert all(torch.equal(result[name], value) for name, value in expected[0].items())
     step, metrics = json.loads((killed.folder / "best").read_text())
-    validated = {record.step: record.numbers[best.metric] for record in logged.records if best.metric in record.numbers}
+    validated = {record.step: record.numbers[best.metric] for record in records if best.metric in record.numbers}
     assert metrics[best.metric] == min(validated.values()) == validated[step]
-    losses = {record.step for record in logged.records if record.rank == 0 and "loss" in record.metrics}
-    assert losses == {2, 4, 6, 8, 10, 12}
-    assert {record.num_steps for record in logged.records} == {12}
-    names = {name for record in logged.records for name in record.metrics}
-    spent = logged.goodput
+    assert {record.step for record in records if "loss" in record.metrics} == {2, 4, 6, 8, 10, 12}
+    assert {record.num_steps for record in records} == {12}
+    names, spent = {name for record in records for name in record.metrics}, killed.futures.goodput
+    assert spent is not None
     assert min(spent.stepping, spent.data, spent.evaluation, spent.saving, spent.lost) > 0
     assert names >= {"lightning": {"epoch", "own_loss", "validated"}, "transformers": {"epoch", "grad_norm"}}[library]
 
@@ -200,12 +183,8 @@ def test_the_guides_example_trains(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(library)
-    example = block(f"daskpytorch.{library} import")
-    assert sum(bool(line.strip()) for line in example.splitlines()) <= 15
-    (tmp_path / f"with_{library}.py").write_text(example)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    trained = import_module(f"with_{library}").train(epochs=1)
+    example = imported(f"with_{library}", block(f"daskpytorch.{library} import"), tmp_path, monkeypatch)
+    trained = example.train(epochs=1)
     said = capfd.readouterr().err
     if library == "lightning":
         assert trained == 32  # of the model's 64 samples each rank sees half
