@@ -27,14 +27,6 @@ handler = DaskResultsHandler(uuid.uuid4().hex)
 # ---- What the ranks run
 
 
-def submit_many(count: int) -> None:
-    """Many small ones, and after each the number so far."""
-    rank = current_rank().rank
-    for number in range(count):
-        handler.submit_result(f"rank-{rank}/{number}", str(number))
-    handler.submit_result(f"rank-{rank}/count", str(count))
-
-
 def submit_until_killed(notes: str) -> None:
     """Write down each submission after it returned, and what is on its way; killed some time after the twentieth."""
     rank = current_rank().rank
@@ -50,17 +42,6 @@ def submit_until_killed(notes: str) -> None:
 
 
 # ---- The tests
-
-
-def test_many_small_results_from_four_ranks(client: Client, tmp_path: Path) -> None:
-    futures = dispatch.run(client, submit_many, 2_500, gang=Gang(ranks_per_worker=2))
-    handler.process_results(tmp_path, futures)
-    assert futures.exception() is None
-    for rank in range(4):
-        folder = tmp_path / f"rank-{rank}"
-        assert (folder / "count").read_text() == "2500"
-        assert len(list(folder.iterdir())) == 2_501
-        assert all((folder / str(number)).read_text() == str(number) for number in range(2_500))
 
 
 def test_a_killed_rank_loses_nothing_that_it_had_submitted(client: Client, tmp_path: Path) -> None:
