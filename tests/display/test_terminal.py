@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import pytest
 from hypothesis import example, given, settings
@@ -92,27 +92,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def console_of(text: io.StringIO, clock: list[float], **options: Any) -> Console:
-    return Console(file=text, get_time=lambda: clock[0], color_system=None, **options)
-
-
-def training(console: Console, clock: list[float], num_steps: int = 8) -> Display:
-    """A display after four steps of two seconds each."""
-    display = begun(console, lambda: clock[0])
-    for step in range(4):
-        To(display).logged(
-            record(step, num_steps=num_steps, time=clock[0], epoch=2, loss=0.25, samples_per_second=1000.0)
-        )
-        clock[0] += 2.0
-    return display
-
-
 @pytest.mark.parametrize(("num_steps", "left"), [(8, "8 s"), (2_000, "1 h 6 min"), (200_000, "4.6 days")])
 def test_eighty_columns_hold_name_step_loss_pace_and_what_is_left(
     clock: list[float], num_steps: int, left: str
 ) -> None:
-    console = console_of(io.StringIO(), clock, force_terminal=True, width=80)
-    display = training(console, clock, num_steps)
+    console = Console(file=io.StringIO(), get_time=lambda: clock[0], color_system=None, force_terminal=True, width=80)
+    display = begun(console, lambda: clock[0])
+    for step in range(4):  # of two seconds each
+        To(display).logged(record(step, num_steps=num_steps, time=clock[0], epoch=2, loss=0.25, accuracy=0.5))
+        clock[0] += 2.0
     live = display.board.bars.get_renderable()
     To(display).ended(None)
     with console.capture() as capture:
@@ -173,13 +161,8 @@ def test_nothing_is_raised_where_nothing_can_be_written(
     board = Board()
     assert board.is_live == is_terminal
     for observer in (Display(board, has_outcome=True), Display(board, "model 0", "model 0, ")):
-        To(observer).placed(SHAPE)
         To(observer).formed(0.5)
         To(observer).wrote(1, ["a line"])
-        To(observer).logged(record(3, loss=0.25))
-        To(observer).noted("note")
-        To(observer).restarting("lost", 3)
-        To(observer).formed(0.5)
         To(observer).logged(record(3, loss=0.25))
         To(observer).ended(ValueError("no good"))
     if file is not None:

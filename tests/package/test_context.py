@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from flytekitplugins.daskpytorch import RankContext, context, current_rank
-from flytekitplugins.daskpytorch.context import Link, RankAttempt, StopSignal
+from flytekitplugins.daskpytorch import RankContext, current_rank
+from flytekitplugins.daskpytorch.context import Link, Progress, RankAttempt, StopSignal
 from flytekitplugins.daskpytorch.records import LogRecord
-from gangs import Logged
+from gangs import logging_to
 
 
 @pytest.fixture
@@ -29,11 +29,8 @@ def records() -> list[LogRecord]:
 @pytest.fixture
 def rank_2_of_4(records: list[LogRecord]) -> Iterator[RankContext]:
     """This process as rank 2 of a gang of four, for the time of a test."""
-    before = current_rank()
-    entered = RankContext(rank=2, local_rank=1, world_size=4, local_world_size=2, link=Logged(records))
-    context.enter(entered)
-    yield entered
-    context.enter(before)
+    with logging_to(records, rank=2, local_rank=1, world_size=4, local_world_size=2, progress=Progress()):
+        yield current_rank()
 
 
 def test_outside_a_gang_this_is_rank_0_of_1() -> None:

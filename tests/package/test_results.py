@@ -344,15 +344,11 @@ def test_a_folder_that_nobody_filled_is_made_only_if_it_is_wanted(
         assert downloaded(results, tmp_path) == {}
 
 
-@pytest.fixture
-def refused(remote: TaskResults, tmp_path: Path) -> TaskResults:
-    """In a bucket whose name no server accepts."""
-    return outputs_at("s3://x/raw", tmp_path)
-
-
+@pytest.mark.usefixtures("remote")
 def test_what_storage_refuses_fails_the_task_and_does_not_hide_the_gangs_error(
-    refused: TaskResults, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    refused = outputs_at("s3://x/raw", tmp_path)  # no server accepts the bucket's name
     said = f"Failed to put data .* to {refused.folder}"
     with pytest.raises(FlyteUploadDataException, match=said), refused.received() as received:
         submit(received, "a", b"x")

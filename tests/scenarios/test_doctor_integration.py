@@ -13,16 +13,12 @@ from distributed import Client
 from flytekitplugins.daskpytorch import GangStartError, doctor
 from processes import Cluster, nothing_left_behind, run_program, start_worker, wait_for_workers
 
-COMMAND = ["-c", "import runpy; runpy.run_module('flytekitplugins.daskpytorch', run_name='__main__')"]
-"""What `python -m` does."""
-
 
 def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with nothing_left_behind():
-        done = run_program(
-            [*COMMAND, "doctor", "--scheduler", cluster.address, "--json"], cwd=tmp_path, env={"PATH": path}
-        )
+        command = ["-m", "flytekitplugins.daskpytorch", "doctor", "--scheduler", cluster.address, "--json"]
+        done = run_program(command, cwd=tmp_path, env={"PATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["verdict"] for line in lines} == {"ok"}

@@ -19,7 +19,7 @@ from fault_proxy import FaultProxy
 from flytekitplugins.daskpytorch import data
 from jpegs import encoded, photo
 from processes import nothing_left_behind, run_program
-from seaweed import NO_RIGHTS, PUBLIC, READER, Keys, Weed
+from seaweed import ADMIN, NO_RIGHTS, PUBLIC, Keys, Weed
 
 BUCKET = "pictures"
 NUM_RETRIES = 2
@@ -116,7 +116,7 @@ def test_anybody_reads_a_public_bucket_and_no_other(folder: Make, weed: Weed) ->
     [
         (NO_RIGHTS, "AccessDenied"),
         (Keys(access="AKIAUNKNOWN", secret="x"), "InvalidAccessKeyId"),
-        (Keys(access=READER.access, secret="wrong"), "SignatureDoesNotMatch"),
+        (Keys(access=ADMIN.access, secret="wrong"), "SignatureDoesNotMatch"),
     ],
     ids=["no rights", "unknown key", "wrong secret"],
 )

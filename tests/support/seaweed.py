@@ -43,13 +43,9 @@ class Keys:
 
 
 ADMIN = Keys(access="AKIAADMIN", secret="secret-of-the-admin")
-READER = Keys(access="AKIAREADER", secret="secret-of-the-reader")
-WRITER = Keys(access="AKIAWRITER", secret="secret-of-the-writer")
 NO_RIGHTS = Keys(access="AKIANOBODY", secret="secret-of-nobody")
 IDENTITIES: dict[str, tuple[Keys | None, list[str]]] = {
     "admin": (ADMIN, ["Admin", "Read", "Write", "List"]),
-    "reader": (READER, ["Read", "List"]),
-    "writer": (WRITER, ["Read", "Write", "List"]),
     "nobody": (NO_RIGHTS, ["Read:elsewhere"]),
     "anonymous": (None, [f"Read:{PUBLIC}", f"List:{PUBLIC}"]),
 }
@@ -89,13 +85,12 @@ class Weed:
             "region_name": REGION,
         }
 
-    def env(self, keys: Keys | None = None, endpoint: str = "") -> dict[str, str]:
+    def env(self, endpoint: str = "") -> dict[str, str]:
         """The environment variables that reach it."""
-        keys = keys or self.keys
         return {
             "AWS_ENDPOINT_URL": endpoint or self.endpoint,
-            "AWS_ACCESS_KEY_ID": keys.access,
-            "AWS_SECRET_ACCESS_KEY": keys.secret,
+            "AWS_ACCESS_KEY_ID": self.keys.access,
+            "AWS_SECRET_ACCESS_KEY": self.keys.secret,
             "AWS_DEFAULT_REGION": REGION,
             "AWS_REGION": REGION,
         }
