@@ -63,8 +63,9 @@ class Session:
         link.ledger.begin()
         place = order.place
         gauge = Gauge(place.rank, link.ledger, place.gpu_uuid)
+        usage.watch(link.ledger)
         with usage.profiled(order.job.settings.profile, place.rank, Path(order.scratch), link.submit, link.note):
-            with usage.watched(link.ledger), gauge.reporting(place.world_size, link.send):
+            with gauge.reporting(place.world_size, link.send):
                 yield
             link.send(messages.Spent(link.ledger.close(), is_last=True))
         self.checkpoint.flush()

@@ -120,17 +120,14 @@ class Ledger:
         self._page = _Page(part, now, seconds, page.has_begun or ends_step)
 
 
-@contextlib.contextmanager
-def watched(ledger: Ledger) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        with optional("Counting the waits for batches"):
-            stack.enter_context(_counted_batches(ledger))
-        after_import("torch._dynamo.callback", "on_compile_start", functools.partial(_count_compilations, ledger))
-        with optional("Counting the optimizers' steps"):
-            from torch.optim.optimizer import register_optimizer_step_post_hook
+def watch(ledger: Ledger) -> None:
+    with optional("Counting the waits for batches"):
+        _count_batches(ledger)
+    after_import("torch._dynamo.callback", "on_compile_start", functools.partial(_count_compilations, ledger))
+    with optional("Counting the optimizers' steps"):
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
-            stack.callback(register_optimizer_step_post_hook(lambda *_: ledger.step()).remove)
-        yield
+        register_optimizer_step_post_hook(lambda *_: ledger.step())
 
 
 def _count_compilations(ledger: Ledger, callback: Any) -> None:
@@ -138,8 +135,7 @@ def _count_compilations(ledger: Ledger, callback: Any) -> None:
     callback.on_compile_end(lambda *_: ledger.end_compiling())
 
 
-@contextlib.contextmanager
-def _counted_batches(ledger: Ledger) -> Iterator[None]:
+def _count_batches(ledger: Ledger) -> None:
     iterator = torch_parts.loader_iterator()
     wait = iterator.__next__
 
@@ -149,10 +145,6 @@ def _counted_batches(ledger: Ledger) -> Iterator[None]:
             return wait(self)
 
     iterator.__next__ = wait_counted
-    try:
-        yield
-    finally:
-        iterator.__next__ = wait
 
 
 class Gauge:
