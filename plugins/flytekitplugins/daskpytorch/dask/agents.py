@@ -237,16 +237,10 @@ class DaskAgents:
         return Counter(worker for other in others for worker in _allotments[other].in_use)
 
     def _num_agents(self) -> Mapping[str, int]:
-        processing = self._client.scheduler.processing
-        running: Mapping[str, Sequence[object]] = self._client.sync(
-            processing, workers=None, callback_timeout=FIRST_LOOK_TIMEOUT
-        )
-        names = {address: worker for worker, address in self.addresses.items()}
-        return {
-            names[at]: sum(isinstance(key, str) and key.startswith(AGENT_NAME) for key in keys)
-            for at, keys in running.items()
-            if at in names
-        }
+        ask = self._client.scheduler.processing
+        running = self._client.sync(ask, workers=None, callback_timeout=FIRST_LOOK_TIMEOUT)
+        keys = {worker: map(str, running.get(address, ())) for worker, address in self.addresses.items()}
+        return {worker: sum(key.startswith(AGENT_NAME) for key in keys[worker]) for worker in keys}
 
     def is_connected(self) -> bool:
         return bool(self._client.status == "running")

@@ -7,10 +7,9 @@ a third shorter. Dask workers call `dask_setup`: the task types name this module
 """
 
 import sys
-from typing import Any
 
-from flytekitplugins.daskpytorch import preload
 from flytekitplugins.daskpytorch.node import fork_client
+from flytekitplugins.daskpytorch.preload import dask_setup  # noqa: F401 - Dask calls it
 
 fork_client.import_ahead("flytekitplugins.daskpytorch.flyte.context:finish_imports")
 if "flytekit" in sys.modules:  # a Dask worker does without
@@ -19,8 +18,3 @@ if "flytekit" in sys.modules:  # a Dask worker does without
 
     if is_worthwhile(sys.argv, "pyflyte"):
         fork_client.connect().close()
-
-
-def dask_setup(worker: Any) -> None:
-    """Start the Dask worker's fork server, which imports flytekit before ranks need it. Called by Dask."""
-    preload.dask_setup(worker)

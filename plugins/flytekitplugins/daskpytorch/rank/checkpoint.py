@@ -137,17 +137,11 @@ def write_checkpoint(
         with unfinished.open("wb") as file:
             stream: Any = HashedStream(file.write)
             torch.save(state, stream)
-        written = CheckpointEntry(
-            attempt=attempt,
-            step=step,
-            size=stream.size,
-            digest=stream.digest.hexdigest(),
-            metrics=metrics,
-        )
+        digest = stream.digest.hexdigest()
+        written = CheckpointEntry(attempt=attempt, step=step, size=stream.size, digest=digest, metrics=metrics)
         unfinished.rename(folder / written.name)
-    except BaseException:
+    finally:
         unfinished.unlink(missing_ok=True)
-        raise
     return written
 
 
@@ -171,7 +165,8 @@ def keep_files(folder: Path, step: int, own: Iterable[str] = (), metrics: Mappin
     """
     rank = current_rank()
     owned = gathered({name: _read(folder / name) for name in own if (folder / name).is_file()})
-    files = {str(path.relative_to(folder)): _read(path) for path in _files_in(folder)} if rank.is_main else {}
+    paths = filter(Path.is_file, folder.rglob("*")) if rank.is_main else ()
+    files = {str(path.relative_to(folder)): _read(path) for path in paths}
     state = {"files": {name: data for part in (files, *owned) for name, data in part.items()}}
     rank.checkpoint.save(state, step, metrics)
 
@@ -189,8 +184,7 @@ class KeptFiles:
             self._own = TemporaryDirectory(prefix="kept-", dir=getattr(rank.checkpoint, "folder", None))
             _write(Path(self._own.name), state)
         folders: list[str | None] = gathered(None if self._own is None else self._own.name)
-        first = folders[rank.rank - rank.local_rank]
-        if first is not None:
+        if (first := folders[rank.rank - rank.local_rank]) is not None:
             self.folder = Path(first)
 
     def remove(self) -> None:
@@ -215,13 +209,9 @@ def _write(folder: Path, state: Any) -> None:
         data.numpy().tofile(path)
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
 def _read(path: Path) -> torch.Tensor:
     """Return a file's content as uint8, since `bytes` may take twice their size in a pickle."""
+    import numpy as np
     import torch
 
-    data = bytearray(path.read_bytes())
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.fromfile(path, dtype=np.uint8))

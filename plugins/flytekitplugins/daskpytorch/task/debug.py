@@ -153,10 +153,8 @@ class _Link(GangLink):
         if self._told.stopped_early is not None:
             raise self._told.stopped_early
 
-    def submit(self, path: str, data: bytes) -> None:
-        pieces = messages.PieceWriter(path, lambda piece: self._received.add(self._received.keep(0, piece)))
-        pieces.write(data)
-        pieces.end()
+    def _send_piece(self, piece: messages.Piece) -> None:
+        self._received.add(self._received.keep(0, piece))
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:
