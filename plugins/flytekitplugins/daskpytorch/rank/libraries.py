@@ -13,12 +13,15 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wrapt import register_post_import_hook
+from wrapt import register_post_import_hook, wrap_function_wrapper
 
 from flytekitplugins.daskpytorch.process import ending
 from flytekitplugins.daskpytorch.process.gpu_vendor import VISIBLE, listed
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 LIGHTNING = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 
@@ -84,29 +87,25 @@ def _count_ranks_as_devices(module: ModuleType) -> None:
 
 
 def _check_trainers(module: ModuleType) -> None:
-    fit = module.Trainer.fit
-
-    @functools.wraps(fit)
-    def fit_checked(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        _check_strategy("Trainer", trainer.strategy)
-        fit(trainer, *args, **kwargs)
-
-    module.Trainer.fit = fit_checked
+    wrap_function_wrapper(module, "Trainer.fit", _fit_checked)
     module.Trainer.local_rank = property(lambda _: _host_rank())  # index 0 calls `prepare_data`
 
 
+def _fit_checked(fit: Callable[..., None], trainer: Any, args: Any, kwargs: Any) -> None:
+    _check_strategy("Trainer", trainer.strategy)
+    fit(*args, **kwargs)
+
+
 def _check_fabrics(module: ModuleType) -> None:
-    begin = module.Fabric.__init__
-
-    @functools.wraps(begin)
-    def begin_checked(fabric: Any, *args: Any, **kwargs: Any) -> None:
-        begin(fabric, *args, **kwargs)
-        _check_strategy("Fabric", fabric.strategy)
-        if not int(os.environ.get("LT_CLI_USED", "0")):  # else Fabric has launched itself, and refuses the call
-            fabric.launch()  # a program for `fabric run` calls no `launch`, and a second call changes nothing
-
-    module.Fabric.__init__ = begin_checked
+    wrap_function_wrapper(module, "Fabric.__init__", _fabric_checked)
     module.Fabric.local_rank = property(lambda _: _host_rank())  # for `rank_zero_first(local=True)`
+
+
+def _fabric_checked(begin: Callable[..., None], fabric: Any, args: Any, kwargs: Any) -> None:
+    begin(*args, **kwargs)
+    _check_strategy("Fabric", fabric.strategy)
+    if not int(os.environ.get("LT_CLI_USED", "0")):  # else Fabric has launched itself, and refuses the call
+        fabric.launch()  # a program for `fabric run` calls no `launch`, and a second call changes nothing
 
 
 def _check_strategy(name: str, strategy: Any) -> None:
@@ -124,12 +123,10 @@ def _check_strategy(name: str, strategy: Any) -> None:
 
 
 def _check_accelerators(module: ModuleType) -> None:
-    begin = module.PartialState.__init__
-
-    @functools.wraps(begin)
-    def begin_checked(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+    def state_checked(begin: Callable[..., None], state: Any, args: Any, kwargs: Any) -> None:
         # `Accelerator` and `AcceleratorState` read the variable, `PartialState` alone does not (Accelerate 1.15).
-        begin(state, cpu or module.parse_flag_from_env("ACCELERATE_USE_CPU"), **kwargs)
+        [cpu] = args or [kwargs.pop("cpu", False)]
+        begin(cpu or module.parse_flag_from_env("ACCELERATE_USE_CPU"), **kwargs)
         if state.num_processes != _world_size():
             raise ValueError(
                 f"Accelerate takes its world for {state.num_processes} of {state.distributed_type}, but the gang has "
@@ -137,7 +134,7 @@ def _check_accelerators(module: ModuleType) -> None:
                 "environment, as ranks without a GPU have it."
             )
 
-    module.PartialState.__init__ = begin_checked
+    wrap_function_wrapper(module, "PartialState.__init__", state_checked)
     # `local_process_index` stays, as Accelerate finds the rank's GPU by this index.
     module.PartialState.is_local_main_process = property(lambda _: _host_rank() == 0)
 
@@ -149,19 +146,17 @@ def shield() -> None:
     """Make the workers of all DataLoaders ignore SIGTERM, which Slurm sends to all processes at once."""
     from torch.utils.data import DataLoader
 
-    iterate = DataLoader.__iter__
-
-    @functools.wraps(iterate)
-    def iterate_shielded(loader: DataLoader[Any]) -> Any:
-        given = loader.worker_init_fn
-        loader.worker_init_fn = functools.partial(_begin, given)
-        try:
-            return iterate(loader)
-        finally:
-            loader.worker_init_fn = given
-
-    DataLoader.__iter__ = iterate_shielded  # type: ignore[method-assign]
+    wrap_function_wrapper(DataLoader, "__iter__", _iterate_shielded)
     atexit.register(_kill_daemons)  # runs before `multiprocessing` sends SIGTERM and waits for the workers' ends
+
+
+def _iterate_shielded(iterate: Callable[[], Any], loader: DataLoader[Any], *_: Any) -> Any:
+    given = loader.worker_init_fn
+    loader.worker_init_fn = functools.partial(_begin, given)
+    try:
+        return iterate()
+    finally:
+        loader.worker_init_fn = given
 
 
 def _begin(given: Callable[[int], None] | None, worker: int) -> None:

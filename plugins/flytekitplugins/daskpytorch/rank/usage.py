@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from wrapt import wrap_function_wrapper
 
 from flytekitplugins.daskpytorch.process import gpu_vendor
 from flytekitplugins.daskpytorch.process.system import optional
@@ -136,15 +137,11 @@ def _count_compilations(ledger: Ledger, callback: Any) -> None:
 
 
 def _count_batches(ledger: Ledger) -> None:
-    iterator = torch_parts.loader_iterator()
-    wait = iterator.__next__
-
-    @functools.wraps(wait)
-    def wait_counted(self: Any) -> Any:
+    def wait_counted(wait: Callable[[], Any], *_: Any) -> Any:
         with ledger.spending("data"):
-            return wait(self)
+            return wait()
 
-    iterator.__next__ = wait_counted
+    wrap_function_wrapper(torch_parts.loader_iterator(), "__next__", wait_counted)
 
 
 class Gauge:
