@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,11 +120,8 @@ class FlyteRank:
     """Part of flytekit's context that the driver sends to ranks, so that flytekit works there."""
 
     mode: str | None
-    raw_output_prefix: str
-    output_metadata_prefix: str | None
-    checkpoint: str | None
-    previous_checkpoint: str | None
-    """None in the first attempt."""
+    setup: Mapping[str, str | None]
+    """Arguments of flytekit's `setup_execution`: where outputs and checkpoints are."""
     interface: bytes
     inputs: bytes
     task_name: str
@@ -137,10 +134,12 @@ class FlyteRank:
         checkpoint = getattr(params, "_checkpoint", None)
         return cls(
             mode=mode.name if mode else None,
-            raw_output_prefix=ctx.file_access.raw_output_prefix,
-            output_metadata_prefix=getattr(params, "output_metadata_prefix", None),
-            checkpoint=getattr(checkpoint, "_checkpoint_dest", None),
-            previous_checkpoint=getattr(checkpoint, "_checkpoint_src", None) or None,
+            setup={
+                "raw_output_data_prefix": ctx.file_access.raw_output_prefix,
+                "output_metadata_prefix": getattr(params, "output_metadata_prefix", None),
+                "checkpoint_path": getattr(checkpoint, "_checkpoint_dest", None),
+                "prev_checkpoint": getattr(checkpoint, "_checkpoint_src", None) or None,  # none in the first attempt
+            },
             interface=pickling.dumps((interface.inputs, interface.outputs, interface.output_tuple_name)),
             inputs=inputs.to_flyte_idl().SerializeToString(),
             task_name=task_name,
@@ -151,13 +150,7 @@ class FlyteRank:
     def entered(self) -> Iterator[None]:
         """During the block, make `flytekit.current_context()` work in this rank as it does in an ordinary task."""
         finish_imports()
-        entered = setup_execution(
-            raw_output_data_prefix=self.raw_output_prefix,
-            output_metadata_prefix=self.output_metadata_prefix,
-            checkpoint_path=self.checkpoint,
-            prev_checkpoint=self.previous_checkpoint,
-        )
-        with entered as ctx:
+        with setup_execution(**self.setup) as ctx:
             mode = ExecutionState.Mode[self.mode] if self.mode else None
             state = ctx.execution_state.with_params(mode=mode)
             # Known even if the user's code imports another SDK.
