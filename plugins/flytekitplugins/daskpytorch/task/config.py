@@ -46,20 +46,18 @@ class Host:
         self.register(ConfigClass, _refuse_class)
         for other in _hosts:
             for config in other.task_types:
-                self.refuse(config, other)
+                self.know(config, other)
         _hosts.append(self)
 
     def add(self, config: type, task_type: Any) -> None:
         """Register a task type for a class of configs with this SDK, and an error with other SDKs."""
         self.task_types[config] = task_type
-        self.register(config, task_type)
-        for other in _hosts:
-            if other is not self:
-                other.refuse(config, self)
+        for host in _hosts:
+            host.know(config, self)
 
-    def refuse(self, config: type, of: Host) -> None:
+    def know(self, config: type, of: Host) -> None:
         name = next(base for base in config.__mro__ if base.__module__.startswith(of.package)).__name__
-        self.register(config, functools.partial(_refuse, name, of, self))
+        self.register(config, of.task_types[config] if of is self else functools.partial(_refuse, name, of, self))
 
 
 class ConfigClass(type):
