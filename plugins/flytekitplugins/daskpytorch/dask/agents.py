@@ -109,10 +109,9 @@ class DaskAgents:
         self._client = client
         self._futures: list[DaskFuture] = []
         self.scheduler: str = client.scheduler.address
-        found = cluster.identity(client, FIRST_LOOK_TIMEOUT)
-        self.addresses = _addresses(client, found)
+        self.addresses: dict[str, str] = {}
         self._names: dict[str, str] = {}
-        self._note(found)
+        self._note(cluster.identity(client, FIRST_LOOK_TIMEOUT))
         self.workers: Sequence[str] = sorted(self.addresses, key=worker_order)
         self._num_kept = num_kept
         if num_workers is None and num_kept:
@@ -193,8 +192,7 @@ class DaskAgents:
                 f"the Dask client has closed itself, probably after the loss of the scheduler: {error}. Check that the "
                 "scheduler runs, and make a new Client"
             ) from error
-        self.addresses |= (here := _addresses(self._client, found))
-        self._note(found)
+        here = self._note(found)
         with _lock:
             if (allotment := _allotments.get(self)) is None:
                 return list(here)
@@ -248,9 +246,21 @@ class DaskAgents:
     def title(self, worker: str) -> str:
         return title_of(worker, self._names.get(worker, worker))
 
-    def _note(self, scheduler: Mapping[str, Any]) -> None:
-        workers = scheduler["workers"].items()
+    def _note(self, scheduler: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the addresses of workers that are not closing.
+
+        Names of in-process ones, unlike addresses, have an order.
+        """
+        workers, made = scheduler["workers"].items(), self._client.cluster
+        leaving = set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
         self._names |= {address: info["name"] for address, info in workers if isinstance(info["name"], str)}
+        here = {
+            f"local worker {info['name']}" if address.startswith("inproc:") else address: address
+            for address, info in workers
+            if info["status"] not in LEAVING and info["name"] not in leaving
+        }
+        self.addresses |= here
+        return here
 
     def close(self) -> None:
         with _lock:
@@ -276,24 +286,6 @@ async def _ask_for_gpus(client: Client, addresses: Sequence[str], seconds: float
 
     answers = await asyncio.gather(*(ask(address) for address in addresses))
     return {address: found for answer in answers for address, found in answer.items()}
-
-
-def _addresses(client: Client, scheduler: Mapping[str, Any]) -> dict[str, str]:
-    """Return the addresses of workers that are not closing.
-
-    Names of in-process ones, unlike addresses, have an order.
-    """
-    leaving = _scaled_away(client)
-    return {
-        f"local worker {info['name']}" if address.startswith("inproc:") else address: address
-        for address, info in scheduler["workers"].items()
-        if info["status"] not in LEAVING and info["name"] not in leaving
-    }
-
-
-def _scaled_away(client: Client) -> set[object]:
-    made = client.cluster
-    return set(made.workers) - set(made.worker_spec) if isinstance(made, SpecCluster) else set()
 
 
 def _report_failure(done: DaskFuture, worker: str, on_failure: OnFailure) -> None:

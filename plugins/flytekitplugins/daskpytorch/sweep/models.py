@@ -24,14 +24,7 @@ from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.failure import raisable
 from flytekitplugins.daskpytorch.protocol.host import running
 from flytekitplugins.daskpytorch.sweep.early_stopping import Judge
-from flytekitplugins.daskpytorch.sweep.sweep import (
-    Model,
-    ModelFuture,
-    Sweep,
-    counted,
-    error_of,
-    rows_of,
-)
+from flytekitplugins.daskpytorch.sweep.sweep import Model, ModelFuture, Sweep, counted, error_of, rows_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,10 +81,7 @@ class ModelFutures(Futures[ModelFuture]):
         """
         self._wait(timeout)
         if return_exceptions:
-            errors = map(error_of, self._futures)
-            return [
-                future.result() if error is None else error for future, error in zip(self._futures, errors, strict=True)
-            ]
+            return [future.result() if (error := error_of(future)) is None else error for future in self._futures]
         return [None if future.status == STOPPED_EARLY else future.result() for future in self._futures]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -227,7 +217,7 @@ class ModelFutures(Futures[ModelFuture]):
         supervisor = Supervisor(replace(request, observers=observers), launcher, model.future.received)
         model.future.set_running_or_notify_cancel()
         model.gang = GangFutures(supervisor, world_size)
-        model.gang[0].add_done_callback(lambda _: self._end(model))
+        model.gang[0].add_done_callback(lambda rank_0: self._end(model, rank_0))
 
     def _look(self) -> None:
         try:
@@ -273,12 +263,10 @@ class ModelFutures(Futures[ModelFuture]):
             self._allotment.update(present)
             return self._allotment.refill(model)
 
-    def _end(self, model: Model) -> None:
-        gang, model.gang = model.gang, None
-        if gang is None:
-            return
-        error = error_of(gang[0])
-        result = gang[0].result() if error is None else None
+    def _end(self, model: Model, rank_0: Future[Any]) -> None:
+        model.gang = None
+        error = error_of(rank_0)
+        result = rank_0.result() if error is None else None
         try:
             self._note_end(model, error, result)
         finally:

@@ -58,15 +58,12 @@ class Sweep:
     execution: Execution = field(default_factory=current_execution)
     """Execution of the thread that calls `dispatch.map`. Other threads may have none."""
     code: Code = field(default_factory=pack_code)
-    variables: Mapping[str, str] = field(init=False, repr=False)
-    """For the Weights & Biases runs."""
-    rungs: Rungs | None = field(init=False)
 
     def __post_init__(self) -> None:
         num_models = len(self.experiments)
         self.rungs = Rungs(self.stop_early, num_models) if self.stop_early is not None else None
         self.board = SweepDisplay(num_models)
-        self.variables = {} if self.wandb is None else wandb_run.variables_of(self.wandb)
+        self.variables: Mapping[str, str] = {} if self.wandb is None else wandb_run.variables_of(self.wandb)
         self.settings = replace(self.settings, ranks_per_worker=self.cluster.ranks_per_worker(self.settings))
 
     def model(self, index: int, num_workers: int, kept: KeptModel | None) -> Model:
