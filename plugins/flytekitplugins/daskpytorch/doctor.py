@@ -71,9 +71,8 @@ def doctor(*, scheduler: str | None, timeout: float, is_json: bool) -> int:
         try:
             verdict, said = "ok", check()
         except Exception as error:  # the other checks may find more
-            blame = (
-                error.__cause__ if isinstance(error.__cause__, GangError) else error
-            )  # has the rank and its log's end
+            # A `GangError` has the rank and its log's end.
+            blame = error.__cause__ if isinstance(error.__cause__, GangError) else error
             verdict, said, has_problem = "problem", f"{type(blame).__name__}: {blame}", True
         line = f"{verdict:8} {what:21} {said}"
         print(json.dumps({"what": what, "verdict": verdict, "text": said}) if is_json else line, flush=True)

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from wrapt import wrap_function_wrapper
+
 from flytekitplugins.daskpytorch.checks import require_extra
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
 from flytekitplugins.daskpytorch.protocol import messages
@@ -175,24 +177,21 @@ def watch_pdb(prompt: Prompt) -> None:
 
 
 def _at_terminal(prompt: Prompt, pdb: Any) -> None:
-    usual = pdb.Pdb.interaction
-
-    @functools.wraps(usual)
-    def interaction(self: Any, frame: Any, *args: Any, **kwargs: Any) -> None:
+    def interaction(usual: Callable[..., None], debugger: Any, args: Any, kwargs: Any) -> None:
         if os.getpid() != prompt.pid:  # a loader's worker, which has no terminal: pdb quits
-            usual(self, frame, *args, **kwargs)
+            usual(*args, **kwargs)
             return
-        if self.prompt == "(Pdb) ":
-            self.prompt = f"(Pdb rank {prompt.rank}) "
-        self.nosigint = True  # the terminal handles Ctrl-C
+        if debugger.prompt == "(Pdb) ":
+            debugger.prompt = f"(Pdb rank {prompt.rank}) "
+        debugger.nosigint = True  # the terminal handles Ctrl-C
 
         def interact() -> bool:
-            usual(self, frame, *args, **kwargs)
-            return _is_stepping(self)
+            usual(*args, **kwargs)
+            return _is_stepping(debugger)
 
-        prompt.show(_place_of(frame, prompt.failure), interact)
+        prompt.show(_place_of(args[0], prompt.failure), interact)
 
-    pdb.Pdb.interaction = interaction
+    wrap_function_wrapper(pdb, "Pdb.interaction", interaction)
 
 
 def _place_of(frame: FrameType | None, failure: Failure | None) -> str:

@@ -114,8 +114,7 @@ class GangLink(Link):
         self.has_reported = False
         self.has_closed_observers = threading.Event()
         self.records = Records(self.send_records, interval_of(place.rank, place.world_size))
-        here = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _fall_silent(here()))
+        os.register_at_fork(after_in_child=functools.partial(_fall_silent, weakref.ref(self)))
 
     def fall_silent(self) -> None:
         """Called in a process that the rank has forked."""
@@ -234,9 +233,9 @@ class GangLink(Link):
                     future.set_result(told)
 
 
-def _fall_silent(link: GangLink | None) -> None:
-    if link is not None:
-        link.fall_silent()
+def _fall_silent(link: weakref.ref[GangLink]) -> None:
+    if (here := link()) is not None:
+        here.fall_silent()
 
 
 # ---- Return values for the driver, which has no GPU and no process group
