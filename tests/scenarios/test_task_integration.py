@@ -1,6 +1,7 @@
 """Tasks as users and the backend run them: `pyflyte run`, and the container's own commands on a real cluster."""
 
 import contextlib
+import os
 import re
 import shutil
 import tarfile
@@ -165,7 +166,9 @@ def check_training(attempt: Attempt) -> None:
     outputs = attempt.outputs
     assert outputs["total"].scalar.primitive.float_value == 111.0  # 1 + 10 over the ranks, and the new OFFSET
     seen = {name: value.scalar.primitive.string_value for name, value in outputs["seen"].map.literals.items()}
-    assert seen == {"execution": "f3a", "secret": "s3cret", "text": "hello", "lazy": "42", "rank": "0 of 2"}
+    threads = max(1, (os.cpu_count() or 1) // 2)
+    told = {"execution": "f3a", "secret": "s3cret", "text": "hello", "lazy": "42", "rank": "0 of 2", "folders": "2"}
+    assert seen == {**told, "threads": f"{threads} {threads}"}
     assert "the sum is 11.0" in attempt.deck
     assert 'class="dpt-card dpt-chart"' in attempt.deck
     assert (attempt.folder / "checkpoint" / "_dst_cp").read_bytes() == b"kept"

@@ -3,69 +3,25 @@
 import os
 import time
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-import torch
 import torch.distributed as dist
-from flytekit import Artifact, Deck, current_context, task
+from flytekit import Artifact, task
 from flytekit.types.file import FlyteFile
 from torch.utils.data import DataLoader
 
-from flows.arithmetic import shifted
+from flows.training import SECRET, Outputs, train
 from flytekitplugins.daskpytorch import SpawnDDP, current_rank
 
 Scores = Artifact(name="scores", partition_keys=["kind"])
 
 
-class Found(NamedTuple):
-    """Several types of output."""
-
-    total: float
-    seen: dict[str, str]
-    file: FlyteFile
-
-
-def reduced(number: float) -> float:
-    """A helper of the task's own module: the sum over ranks of number * 10^rank."""
-    total = torch.tensor(number * 10 ** current_rank().rank)
-    dist.all_reduce(total)
-    return total.item()
-
-
-def look_around(number: float, text: str, path: Path) -> Found:
-    """What only a formed gang can know, and what its first rank is given."""
-    from flows.lazy import ANSWER
-
-    rank, context = current_rank(), current_context()
-    total = reduced(number)
-    folders = [""] * rank.world_size
-    dist.all_gather_object(folders, context.working_directory)
-    path.write_text(f"{text} from rank {rank.rank}")
-    seen = {
-        "execution": context.execution_id.name,
-        "lazy": str(ANSWER),
-        "rank": f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
-        "folders": str(len(set(folders))),
-        "threads": f"{torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']}",
-    }
-    return Found(
-        total=shifted(total),
-        seen=seen,
-        file=FlyteFile(str(path)),
-    )
-
-
-@task(task_config=SpawnDDP(nproc=2), enable_deck=True)
-def forked(number: float, text: str) -> Found:
-    """Ranks come from the fork server, and use the task's context as a plain task may."""
-    context = current_context()
-    if current_rank().is_main:
-        Deck("Made in rank 0", "<p>rank 0 was here</p>")
-        context.checkpoint.write(b"kept")
-    current_rank().log({"loss": 0.5}, step=1)
+@task(task_config=SpawnDDP(nproc=2), enable_deck=True, secret_requests=[SECRET])
+def forked(text: FlyteFile, number: float = 1.0) -> Outputs:
+    """The same as `train`, in ranks of the fork server."""
     current_rank().checkpoint.save({"step": 1}, step=1)
     current_rank().checkpoint.flush()
-    return look_around(number, text, Path(context.working_directory, "file.txt"))
+    return train.task_function(text, number)
 
 
 @task(task_config=SpawnDDP(nproc=1))

@@ -46,7 +46,8 @@ def train(text: FlyteFile, number: float = 1.0) -> Outputs:
     rank = current_rank()
     total = torch.tensor(number * 10**rank.rank)
     dist.all_reduce(total)
-    context = current_context()
+    context, folders = current_context(), [""] * rank.world_size
+    dist.all_gather_object(folders, context.working_directory)
     if rank.is_main:
         Deck("Made in rank 0", f"<p>the sum is {total.item()}</p>")
         context.checkpoint.write(b"kept")
@@ -58,7 +59,9 @@ def train(text: FlyteFile, number: float = 1.0) -> Outputs:
         "secret": context.secrets.get(SECRET.group, SECRET.key),
         "text": Path(text.download()).read_text(),
         "lazy": str(ANSWER),
-        "rank": f"{rank.rank} of {rank.world_size}",
+        "rank": f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
+        "folders": str(len(set(folders))),
+        "threads": f"{torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']}",
     }
     time.sleep(0.5 * rank.rank)  # the others submit after rank 0 has returned
     handler.submit_result(f"rank-{rank.rank}/total.json", json.dumps({"total": total.item()}))
