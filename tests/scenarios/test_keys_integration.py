@@ -134,29 +134,26 @@ def test_storage_keeps_the_models_of_keys_whose_rows_are_unchanged(
         trained(changed, scale=2)
 
 
-def test_a_changed_function_trains_all_keys_again(client: Client, tmp_path: Path) -> None:
-    def made(*, is_changed: bool) -> Any:
-        if is_changed:
+def count(_: Any, rows: Any) -> int:
+    return len(rows)
 
-            def train(_: Any, rows: Any) -> int:
-                return -len(rows)
 
-        else:
+def changed(_: Any, rows: Any) -> int:
+    return -len(rows)
 
-            def train(_: Any, rows: Any) -> int:
-                return len(rows)
 
-        return train
-
-    how: Any = {"storage": str(tmp_path), "name": "stores"}
-    for is_changed, result in ((False, 6), (True, -6)):
-        table = dispatch.map(client, made(is_changed=is_changed), FRAME.groupby("store"), **how).to_frame()
-        assert {*table["result"]} == {result}
+def test_a_changed_function_trains_all_keys_again(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changed, "__qualname__", "count")
+    for train, result in ((count, 6), (changed, -6)):
+        models = dispatch.map(client, train, FRAME.groupby("store"), storage=str(tmp_path), name="stores")
+        assert {*models.to_frame()["result"]} == {result}
 
 
 def test_keys_of_several_types_are_rows_too(client: Client) -> None:
     frame = pd.DataFrame({"store": ["a", 1, 1], "sales": range(3)})
-    table = dispatch.map(client, lambda _, rows: len(rows), frame.groupby("store", sort=False)).to_frame()
+    table = dispatch.map(client, count, frame.groupby("store", sort=False)).to_frame()
     assert dict(zip(table["store"], table["result"], strict=True)) == {"a": 1, 1: 2}
 
 

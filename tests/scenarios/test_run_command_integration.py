@@ -52,15 +52,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command with these words, and return its exit code and output."""
-    return run_program([*RUN[1:], *words], cwd=Path.cwd())
+def run(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command with these words to its exit code, and return its output."""
+    done = run_program([*RUN[1:], *words], cwd=Path.cwd())
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def test_ranks_train_on_this_node_and_start_again_from_their_checkpoint(folder: Path) -> None:
     with nothing_left_behind():
         done = run("--standalone", "--nproc_per_node=2", "--checkpoints", "kept", "--log_dir=logs", "train.py", "die")
-    assert done.returncode == 0, done.stderr
     assert "[rank 0] from 3 0 2 2\n" in done.stdout  # so that `| tee train.log` has it, as with torchrun
     assert "torchrun's option --standalone has no effect here" in done.stderr
     assert "torchrun's option --log-dir has no effect here" in done.stderr
@@ -77,7 +78,6 @@ def test_a_run_that_a_signal_has_ended_goes_on_by_the_same_command(folder: Path)
             assert command.wait() == 128 + signal.SIGTERM
         (folder / "go").touch()
         again = run(*words)
-    assert again.returncode == 0, again.stderr
     assert "[rank 0] from 3 0 2 2" in again.stdout
 
 
@@ -176,8 +176,7 @@ def test_the_exit_code_is_that_of_the_guilty_ranks_process_and_what_has_ended_is
             {end}
         """)
     )
-    done = run("--nproc", "2", *(["--max-restarts", "0"] if "rank ==" in end else []), "ends.py")
-    assert done.returncode == code, done.stderr
+    done = run("--nproc", "2", *(["--max-restarts", "0"] if "rank ==" in end else []), "ends.py", code=code)
     assert said in done.stdout + done.stderr
     assert [(folder / f"ran-{rank}").read_text() for rank in (0, 1)] == ["once", "once"]
 
@@ -190,14 +189,11 @@ def test_a_program_for_fabrics_own_command_forms_its_group_as_by_that_command(
     monkeypatch.setenv("LT_CLI_USED", "1")  # set by Fabric's command
     total = "Fabric().all_reduce(torch.ones(1), reduce_op='sum')"
     (folder / "fabrics.py").write_text(f"import torch; from lightning.fabric import Fabric; print(int({total}))")
-    done = run("--nproc", "2", "fabrics.py")
-    assert done.returncode == 0, done.stderr
-    assert "[rank 1] 2\n" in done.stdout
+    assert "[rank 1] 2\n" in run("--nproc", "2", "fabrics.py").stdout
 
 
 def test_ranks_train_on_one_of_two_dask_workers(cluster: Cluster) -> None:
     done = run("--scheduler", cluster.address, "--workers", "1", "--nproc", "2", "train.py")
-    assert done.returncode == 0, done.stderr
     assert "from 1 0 2 2" in done.stdout
 
 
@@ -230,7 +226,7 @@ def test_bad_input_is_refused_at_once(
 @pytest.mark.parametrize("words", [["--", "--x"], ["--x", "--", "y"]])
 def test_a_script_has_the_arguments_that_torchrun_gives_it(folder: Path, words: list[str]) -> None:
     (folder / "other.py").write_text("import sys; open('given', 'w').write(str(sys.argv[1:]))")
-    assert run("other.py", *words).returncode == 0
+    run("other.py", *words)
     ours = (folder / "given").read_text()
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "other.py", *words], check=True, timeout=200)
     assert ours == (folder / "given").read_text()
