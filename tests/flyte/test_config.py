@@ -114,12 +114,6 @@ def test_one_error_names_all_that_is_wrong(kind: Any, values: dict[str, Any], na
     assert re.findall(rf"{kind.__name__}\(([\w.]+)=", str(caught.value)) == named
 
 
-@pytest.mark.parametrize("number", NOT_A_COUNT)
-def test_a_wrong_number_of_workers_is_named(number: Any) -> None:
-    with pytest.raises(ValueError, match=rf"workers\.number_of_workers={number!r}"):
-        DaskDDP(workers=WorkerGroup(number_of_workers=number))
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [

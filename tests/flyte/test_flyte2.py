@@ -2,16 +2,16 @@
 
 import asyncio
 import os
+import queue
 import re
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 from urllib.parse import unquote
 
 import fsspec
@@ -149,49 +149,30 @@ REMOTE = SimpleNamespace(
 """The context of a task on a backend."""
 
 
-class Preempted:
-    """A gang that is told to end."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-
-    def preempt(self, reason: str) -> None:
-        self.reason = reason
-        self.ended.set()
-
-
-def test_sigterm_ends_the_gang_through_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("trains", "said"), [(True, r"SIGTERM\)$"), (False, "no gang was running")])
+def test_sigterm_ends_the_gang_or_without_one_the_task(
+    trains: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flyte, "ctx", lambda: REMOTE)
-    before = signal.getsignal(signal.SIGTERM)
-    gang, task = Preempted(), made(SpawnDDP())
+    before, reasons = signal.getsignal(signal.SIGTERM), queue.SimpleQueue[str]()
+    gang, task = Mock(preempt=reasons.put), made(SpawnDDP())
 
     def train() -> None:
         host.running.add(gang)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert gang.ended.wait(60)
-        raise PreemptedError(gang.reason)
+        raise PreemptedError(reasons.get(timeout=60))
 
     async def run(_: object) -> None:
-        await task_module.run_sync_in_thread(train)
-
-    monkeypatch.setattr(task, "_run", run)
-    with pytest.raises(flyte.errors.RuntimeSystemError, match="SIGTERM"):
-        asyncio.run(task.execute(x=1))
-    host.running.discard(gang)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_sigterm_without_a_gang_ends_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flyte, "ctx", lambda: REMOTE)
-    task = made(SpawnDDP())
-
-    async def run(_: object) -> None:
+        if trains:
+            await task_module.run_sync_in_thread(train)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(600)
 
     monkeypatch.setattr(task, "_run", run)
-    with pytest.raises(flyte.errors.RuntimeSystemError, match="no gang was running"):
+    with pytest.raises(flyte.errors.RuntimeSystemError, match=said):
         asyncio.run(task.execute(x=1))
+    host.running.discard(gang)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_checkpoints_lie_beside_the_one_object_of_an_attempt() -> None:

@@ -18,7 +18,6 @@ from flytekit.core.base_task import TaskMetadata
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.type_engine import TypeEngine
-from flytekit.core.utils import ClassDecorator
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.extras.accelerators import A100
 from flytekit.interactive import vscode
@@ -57,14 +56,13 @@ def make(config: object, **options: Any) -> Any:
 
 
 def serialised(made: Any) -> TaskTemplate:
+    return spec_of(made).template
+
+
+def spec_of(made: Any) -> Any:
     image = Image(name="default", fqn="registry.example/image", tag="v1")
-    settings = SerializationSettings(
-        project="p",
-        domain="d",
-        version="v",
-        image_config=ImageConfig(default_image=image, images=[image]),
-    )
-    return get_serializable(OrderedDict(), settings, made).template
+    settings = SerializationSettings(project="p", domain="d", version="v", image_config=ImageConfig(image, [image]))
+    return get_serializable(OrderedDict(), settings, made)
 
 
 # ---- What the backend gets ------------------------------------------------------------------------------------------
@@ -115,17 +113,7 @@ def test_gang_cannot_be_a_dynamic_workflow(kind: Any) -> None:
             pass
 
 
-class Linked(ClassDecorator):
-    """As `@vscode` and `@wandb_init`, which the console shows links for."""
-
-    def execute(self, *args: Any, **kwargs: Any) -> Any:
-        return self.task_function(*args, **kwargs)
-
-    def get_extra_config(self) -> dict[str, str]:
-        return {self.LINK_TYPE_KEY: "linked", self.PORT_KEY: "8080"}
-
-
-@pytest.mark.parametrize("decorator", [lambda function: function, Linked, vscode, vscode(port=8090)])
+@pytest.mark.parametrize("decorator", [lambda function: function, vscode(port=8090)])  # the console links to vscode
 @pytest.mark.parametrize("config", [DaskDDP(), SpawnDDP(nproc=2), DaskCluster()])
 def test_what_flytekit_says_of_a_plain_task_it_says_of_ours(config: Any, decorator: Callable[..., Any]) -> None:
     options = {
@@ -151,10 +139,7 @@ def test_what_flytekit_says_of_a_plain_task_it_says_of_ours(config: Any, decorat
         """Train."""
         return float(epochs)
 
-    plain, made = (task(task_config=each, **options)(train) for each in (None, config))
-    image = Image(name="default", fqn="registry.example/image", tag="v1")
-    settings = SerializationSettings(project="p", domain="d", version="v", image_config=ImageConfig(image, [image]))
-    expected, found = (get_serializable(OrderedDict(), settings, each) for each in (plain, made))
+    expected, found = (spec_of(task(task_config=each, **options)(train)) for each in (None, config))
     assert found.docs == expected.docs
     for field in ("id", "metadata", "interface", "security_context", "config", "extended_resources"):
         ours, theirs = (getattr(each.template, field) for each in (found, expected))
