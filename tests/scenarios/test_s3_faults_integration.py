@@ -222,20 +222,6 @@ def test_broken_pictures_are_left_out_and_named(folder: Make, caplog: pytest.Log
         assert f"skipped: s3://{BUCKET}/broken/thing/{name} cannot be decoded" in caplog.text
 
 
-def test_a_function_replaces_broken_pictures(folder: Make) -> None:
-    asked: dict[str, Exception] = {}
-
-    def grey(key: str, error: Exception) -> Image.Image | None:
-        asked[key] = error
-        return None if key.endswith("text.jpg") else Image.new("RGB", (2, 2), "grey")
-
-    dataset = folder("broken", on_error=grey)
-    items = dataset.__getitems__(range(len(dataset)))
-    assert [picture.size for picture, _ in items] == [(2, 2), (2, 2), (96, 64)]
-    assert sorted(asked) == [f"broken/thing/{name}" for name in BROKEN]
-    assert all(isinstance(error, data.BrokenImageError) for error in asked.values())
-
-
 def test_pictures_that_always_arrive_damaged_can_be_left_out_but_not_those_of_a_server_that_is_down(
     folder: Make, proxy: FaultProxy
 ) -> None:

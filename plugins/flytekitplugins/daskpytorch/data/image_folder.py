@@ -92,12 +92,12 @@ def _as_rgb(picture: Image) -> Image:
 logger = logging.getLogger(__name__)
 
 Decoder = Literal["pil", "tensor"]
-OnError = Literal["raise", "skip"] | Callable[[str, Exception], Any]
+OnError = Literal["raise", "skip"]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
 WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
     "decoder": checks.must_be("'pil' or 'tensor'", lambda value: value in ("pil", "tensor")),
-    "on_error": checks.must_be("'raise', 'skip' or a function", callable, lambda value: value in ("raise", "skip")),
+    "on_error": checks.must_be("'raise' or 'skip'", lambda value: value in ("raise", "skip")),
     "num_connections": WHOLE,
     "timeout": checks.SECONDS,
     "num_retries": checks.whole(0),
@@ -172,8 +172,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
             decoder: Type of the decoded picture. `pil`: `PIL.Image.Image`. `tensor`: uint8 tensor of (3, height, width)
                 with the same pixels. Torchcodec from 0.16 on decodes JPEGs sooner, where it is installed.
             on_error: Handling of a picture that cannot be decoded, has vanished, or arrives damaged after all retries.
-                `raise`: raise the error. `skip`: leave the picture out of its batch. A function of key and error
-                returns a picture to use instead, or None to skip. Skipped and replaced pictures are logged.
+                `raise`: raise the error. `skip`: leave the picture out of its batch, and log its key and the error.
             num_connections: Maximum number of requests in flight per process.
             timeout: Timeout, in seconds, for the server's answer to a request.
             num_retries: Maximum number of retries of a request after resets, timeouts, HTTP 5xx or short bodies.
@@ -240,10 +239,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         self._import_decoder()
         index = range(len(self))[index]
         outcome = self._decode(index, self._reader.fetch(self._files[index]))
-        picture = self._judged(index, outcome)
-        if picture is None and isinstance(outcome, Exception):
+        if isinstance(outcome, Exception):
             raise outcome
-        return self._item(index, picture)
+        return self._item(index, outcome)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return the pictures with these indices and their labels, without skipped ones. Called by `DataLoader`.
@@ -258,7 +256,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         bodies = self._reader.bodies(self._files, indices, ahead_of(indices))
         outcomes = self._reader.decoders.map(self._decode, indices, bodies)
         try:
-            pictures = [(index, self._judged(index, outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
+            pictures = [(index, self._judged(outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
         finally:
             for body in bodies:
                 body.cancel()  # after an exception
@@ -286,18 +284,15 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         except OF_ONE_PICTURE as error:
             return error
 
-    def _judged(self, index: int, outcome: Image | Tensor | Exception) -> Image | Tensor | None:
+    def _judged(self, outcome: Image | Tensor | Exception) -> Image | Tensor | None:
         if not isinstance(outcome, Exception):
             return outcome
         if self._on_error == "raise":
             raise outcome
-        replacement: Image | Tensor | None = None
-        if callable(self._on_error):
-            replacement = self._on_error(self.all_files[index], outcome)
-        logger.warning("%s: %s", "skipped" if replacement is None else "replaced", outcome)
-        return replacement
+        logger.warning("skipped: %s", outcome)
+        return None
 
-    def _item(self, index: int, picture: Image | Tensor | None) -> tuple[Any, Any]:
+    def _item(self, index: int, picture: Image | Tensor) -> tuple[Any, Any]:
         target = self.targets[index]
         return (
             picture if self.transform is None else self.transform(picture),
