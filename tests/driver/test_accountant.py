@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from flytekitplugins.daskpytorch import Goodput, RankUsage
+from flytekitplugins.daskpytorch import Goodput
 from flytekitplugins.daskpytorch.driver.parts.goodput import prices
 from flytekitplugins.daskpytorch.errors import GangStartError, PreemptedError, StoppedEarlyError
+from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.protocol.messages import Spent
 from simulated_gang import Agent, OwnError, World, raised
+from told import usage
 
 W1, W2 = (f"tcp://10.0.0.{i}:1" for i in (1, 2))
 
@@ -213,11 +215,8 @@ def test_usage_of_any_rank_reaches_observers_and_that_of_rank_0_is_its_account(w
     world = world_of(1.0)
     world.clock.now += 4.0
     for rank, agent in enumerate([world.agent(W1), world.agent(W2)]):
-        seconds = {"preparing": 1.0, "data": 3.0 - rank}
-        how: dict[str, Any] = {"time": 0.0, "num_steps": 7, "cpu": 1.0, "memory": 5, "seconds": seconds}
-        usage = RankUsage(rank=rank, gpu_memory=None, gpu_utilization=None, **how)
-        world.report(agent, rank, usage)
-    assert [usage.rank for usage in world.watcher.usages] == [0, 1]
+        world.report(agent, rank, usage(rank, seconds={"preparing": 1.0, "data": 3.0 - rank}))
+    assert [event.usage.rank for event in world.watcher.events if isinstance(event, journal.Used)] == [0, 1]
     assert parts(world.accounting.final(None)) == {"starting": 1.0, "preparing": 1.0, "data": 3.0}
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from ear import TOKEN, assert_hung_up, dialled, framed, heard, listening, order
 from flytekitplugins.daskpytorch.driver import listener as driver
-from flytekitplugins.daskpytorch.driver.agents import Action
 from flytekitplugins.daskpytorch.driver.listener import Listener
 from flytekitplugins.daskpytorch.protocol import framing
 from flytekitplugins.daskpytorch.protocol.framing import SIZE
@@ -40,13 +39,8 @@ def bomb(tmp_path: Path) -> Iterator[Bomb]:
 
 
 @pytest.fixture
-def events() -> queue.SimpleQueue[Action]:
-    return queue.SimpleQueue()
-
-
-@pytest.fixture
-def listener(events: queue.SimpleQueue[Action]) -> Iterator[Listener]:
-    ear = listening(TOKEN, events)
+def listener() -> Iterator[Listener]:
+    ear = listening()
     yield ear
     ear.end()
 
@@ -63,9 +57,9 @@ def take(sock: socket.socket, size: int) -> bytes:
     return data[SIZE.size :]
 
 
-def assert_sent_away(stranger: socket.socket, events: queue.SimpleQueue[Action]) -> None:
+def assert_sent_away(stranger: socket.socket, listener: Listener) -> None:
     assert_hung_up(stranger)
-    assert events.empty()
+    assert listener._calls.empty()
 
 
 def impostor(play: Callable[..., None], num_agents: int = 1) -> tuple[tuple[str, int], threading.Thread]:
@@ -101,19 +95,19 @@ def test_three_messages_of_fixed_sizes_and_the_token_does_not_travel(listener: L
     assert not any(TOKEN[:8] in data for data in sent)
 
 
-def test_a_strangers_pickle_is_not_opened(listener: Listener, events: queue.SimpleQueue[Action], bomb: Bomb) -> None:
+def test_a_strangers_pickle_is_not_opened(listener: Listener, bomb: Bomb) -> None:
     stranger = connected(listener)
     with contextlib.suppress(ConnectionError):
         for _ in range(3):
             stranger.sendall(pickle.dumps(bomb))
-    assert_sent_away(stranger, events)
+    assert_sent_away(stranger, listener)
 
 
-def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener, events: queue.SimpleQueue[Action]) -> None:
+def test_a_challenge_that_is_sent_back_proves_nothing(listener: Listener) -> None:
     stranger = connected(listener)
     challenge = take(stranger, 32)
     stranger.sendall(framed(2 * challenge))
-    assert_sent_away(stranger, events)
+    assert_sent_away(stranger, listener)
 
 
 # ---- Strangers in the driver's place
@@ -189,7 +183,7 @@ def test_one_agents_answer_does_not_prove_another_one_the_driver(monkeypatch: py
 
 
 def test_a_connection_survives_a_network_that_fails_for_a_moment(
-    listener: Listener, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect, failures = socket.create_connection, iter([ConnectionRefusedError("for a moment")])
 
@@ -201,14 +195,14 @@ def test_a_connection_survives_a_network_that_fails_for_a_moment(
     monkeypatch.setattr(socket, "create_connection", connect_later)
     with contextlib.closing(dialled(listener)) as connection:
         connection.send(Leaving())
-        assert heard(events) == Leaving()
+        assert heard(listener) == Leaving()
 
 
 # ---- Crowds at the driver's port
 
 
 def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_long(
-    listener: Listener, events: queue.SimpleQueue[Action], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "AUTHENTICATION_TIMEOUT", 0.3)
     files = num_open_files()
@@ -216,6 +210,6 @@ def test_idle_strangers_in_any_number_take_few_files_and_keep_no_agent_out_for_l
     assert num_open_files() - files <= len(strangers) + driver.MAX_UNAUTHENTICATED + 1
     with contextlib.closing(dialled(listener)) as connection:
         connection.send(Leaving())
-        assert heard(events) == Leaving()
+        assert heard(listener) == Leaving()
     for each in strangers:
         each.close()

@@ -1,7 +1,6 @@
 """Ranks on other machines than the driver's upload checkpoints, and download what they need once a node."""
 
 import contextlib
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from ear import TOKEN, listening
+from ear import listening
 from ear import order as order_of_agent
 from flytekitplugins.daskpytorch.driver.listener import Listener, Transfer
 from flytekitplugins.daskpytorch.driver.vault import Vault
@@ -32,7 +31,7 @@ class Driver:
         self.vault = Vault(Gang(), None, folder)
         self.requests: list[Transfer] = []
         self.meddle: Callable[[Connection], None] = lambda _: None
-        self.listener: Listener = listening(TOKEN, queue.SimpleQueue(), self._serve)
+        self.listener: Listener = listening(self._serve)
 
     def _serve(self, connection: Connection, request: Transfer) -> None:
         self.requests.append(request)

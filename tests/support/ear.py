@@ -31,28 +31,26 @@ class Heard:
         return GONE
 
 
-def listening(
-    token: bytes, calls: queue.SimpleQueue[Any], serve: Callable[..., None] | None = None, state: object = None
-) -> Listener:
-    """A driver's ear."""
-    ear = Listener("127.0.0.1", token, calls, serve or refuse)
-    ear.listen(state or Heard())  # type: ignore[arg-type]
-    return ear
-
-
 def refuse(*_: object) -> Any:
     """In place of what takes files, where none is sent."""
     raise ConnectionRefusedError("no files are taken here")
 
 
-def heard(events: queue.SimpleQueue[Any]) -> Any:
+def listening(serve: Callable[..., None] = refuse) -> Listener:
+    """A driver's ear."""
+    ear = Listener("127.0.0.1", TOKEN, queue.SimpleQueue(), serve)
+    ear.listen(Heard())  # type: ignore[arg-type]
+    return ear
+
+
+def heard(ear: Listener) -> Any:
     """The next call of the listener, as a record of `Heard`."""
-    return events.get()()
+    return ear._calls.get()()
 
 
-def order(address: tuple[str, int], token: bytes = TOKEN) -> AgentOrder:
+def order(address: tuple[str, int]) -> AgentOrder:
     """The order of an agent that calls this address."""
-    return AgentOrder(worker="w", driver=address, token=token)
+    return AgentOrder(worker="w", driver=address, token=TOKEN)
 
 
 def dialled(ear: Listener) -> Connection:

@@ -30,7 +30,7 @@ from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure, StoragePaths
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
-from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
+from flytekitplugins.daskpytorch.records import LogRecord, SavedCheckpoint
 from flytekitplugins.daskpytorch.settings import Gang
 
 STOPPED = 143
@@ -110,8 +110,6 @@ class Agent:
     heard_at: float = 0.0
     is_suspended: bool = False
     is_gone: bool = False
-    is_closed: bool = False
-    """It was told that the gang is over."""
     is_hung_up: bool = False
     places: list[Place] = field(default_factory=list)
     """Where its ranks were told to be, newest attempt."""
@@ -181,21 +179,10 @@ class Watcher(Observer):
         self.notes: list[str] = []
         self.kept_steps: list[int] = []
         self.reasons: list[str] = []
-        self.resumed: list[int | None] = []
         self.checkpoints: list[Sequence[SavedCheckpoint]] = []
-        self.kinds: list[str] = []
-        """Kinds of the failures after which the gang restarted."""
         self.evaluated: list[tuple[int, Mapping[str, Any]]] = []
         """Steps and metrics of evaluations."""
-        self.accounts: list[Goodput] = []
-        self.usages: list[RankUsage] = []
         self.wish: StoppedEarlyError | None = None
-
-    def on_goodput(self, goodput: Goodput) -> None:
-        self.accounts.append(goodput)
-
-    def on_usage(self, usage: RankUsage) -> None:
-        self.usages.append(usage)
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
@@ -208,12 +195,9 @@ class Watcher(Observer):
         self.events.append(event)
         if isinstance(event, journal.Listed):
             self.checkpoints.append(event.checkpoints)
-        elif isinstance(event, journal.Restarted) and event.kind is not None:
-            self.kinds.append(event.kind)
 
     def on_restart(self, reason: str, step: int | None) -> None:
         self.reasons.append(reason)
-        self.resumed.append(step)
 
     def on_log(self, record: LogRecord) -> None:
         if record.is_evaluation:
@@ -446,7 +430,6 @@ class World:
             case messages.Tell(told):
                 self._pass_on(agent, told)
             case messages.Close():
-                agent.is_closed = True
                 self.lose(agent)
 
     def _pass_on(self, agent: Agent, order: messages.OrderToAll) -> None:
