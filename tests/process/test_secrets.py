@@ -45,6 +45,8 @@ class Run:
         [Run()],
         {"nested": {"storage_options": {"key": SECRET}}},
         {"X-Api-Key": SECRET},
+        *({name: SECRET} for name in ("secret", "aws_secret_access_key", "access_key_id", "api_key", "wandb_api_key")),
+        *({name: SECRET} for name in ("hf_token", "db_password")),
         f"postgres://ann:{SECRET}@db.example/names",
         [f"https://bucket.example/a.pt?X-Amz-Signature={SECRET}&part=1"],
     ],

@@ -19,7 +19,6 @@ import pytest
 from flytekit import task
 
 from flytekitplugins.daskpytorch.protocol import code as code_module
-from flytekitplugins.daskpytorch.protocol import code as project_module
 from flytekitplugins.daskpytorch.protocol.function import pack_call, unpack_call
 
 PROJECT = {
@@ -76,7 +75,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in PROJECT.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(textwrap.dedent(text))
-    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (project_module.MAX_DATA_BYTES + 1))
+    (root / "ship_project/data/weights.bin").write_bytes(b"x" * (code_module.MAX_DATA_BYTES + 1))
     before = set(sys.modules)
     with monkeypatch.context() as patch:
         patch.syspath_prepend(root)
@@ -108,7 +107,7 @@ def unpacked_elsewhere(code: code_module.Code, folder: Path) -> Path:
 def test_a_project_travels_whole_and_nothing_else_does(project: Path) -> None:
     """Also modules that nobody has imported yet, neighbours of modules, small resources, and code of any size."""
     assert "ship_project.later" not in sys.modules
-    (project / "ship_project/tables.py").write_text("#" * (project_module.MAX_DATA_BYTES + 1))
+    (project / "ship_project/tables.py").write_text("#" * (code_module.MAX_DATA_BYTES + 1))
     names = names_in(code_module.pack_code())
     stay = {"ship_project/__pycache__/junk.cpython-311.pyc", "ship_project/.hidden/secret.py", ".env"}
     stay |= {"unrelated_package/__init__.py"}
@@ -120,7 +119,7 @@ def test_a_project_travels_whole_and_nothing_else_does(project: Path) -> None:
 
 def test_files_beside_the_code_travel_up_to_a_limit_the_smallest_first(project: Path) -> None:
     for name, share in (("half", 2), ("quarter", 4), ("another", 4)):
-        (project / name).write_bytes(bytes(project_module.MAX_DATA_BYTES // share))
+        (project / name).write_bytes(bytes(code_module.MAX_DATA_BYTES // share))
     names = names_in(code_module.pack_code())
     assert {"notes.txt", "quarter", "another"} <= names
     assert "half" not in names
@@ -155,8 +154,8 @@ def test_copies_serve_where_one_folder_would_hide_a_file_of_another(project: Pat
         folder.mkdir()
         (folder / "same.py").touch()
     files = {"same.py": other / "same.py"}
-    assert project_module.Project(files=files, roots={one, other}).folders() == ()
-    assert project_module.Project(files={"same.py": one / "same.py"}, roots={one, other}).folders() == [
+    assert code_module.Project(files=files, roots={one, other}).folders() == ()
+    assert code_module.Project(files={"same.py": one / "same.py"}, roots={one, other}).folders() == [
         str(one),
         str(other),
     ]

@@ -116,16 +116,6 @@ def test_an_error_of_the_bucket_names_no_key(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(secret in f"{error} {error!r}" for error in chain for secret in options.values())
 
 
-@pytest.mark.parametrize(
-    "name", ["secret", "aws_secret_access_key", "access_key_id", "api_key", "wandb_api_key", "hf_token", "db_password"]
-)
-def test_an_input_that_is_a_secret_by_its_name_is_not_in_the_runs_configuration(name: str) -> None:
-    found = plain_inputs({name: "sentinel", "options": {name: "sentinel", "inner": {name: "sentinel"}, "lr": 1}})
-    assert "sentinel" not in str(found)
-    assert found[name] == "(hidden)"
-    assert "'lr': 1" in found["options"]
-
-
 def test_an_experiments_secret_is_not_in_the_log_of_many_models() -> None:
     text = io.StringIO()
     board = SweepDisplay(1, Console(file=text, width=160, highlight=False))
