@@ -133,7 +133,8 @@ class Brain:
         is_time = attempt.stop_at is not None and now >= attempt.stop_at
         if is_time or self._state.is_cancelled or self._observers.stopped_early is not None or self._must_stop(attempt):
             return self._stop()
-        return self._wait(*self._moments(attempt))
+        due = (part.due(attempt) for part in self._state.parts)
+        return self._wait(attempt.stop_at, late_at(self._state, attempt), *due)
 
     def _must_stop(self, attempt: Attempt) -> bool:
         request = self._state.stop_request
@@ -170,9 +171,6 @@ class Brain:
             if (ends := part.ends(attempt)) is not None:
                 return ends
         return False
-
-    def _moments(self, attempt: Attempt) -> list[float | None]:
-        return [attempt.stop_at, late_at(self._state, attempt), *(part.due(attempt) for part in self._state.parts)]
 
     def _let_leave(self, attempt: Attempt) -> None:
         if attempt.stop_at is None and not self._state.blocks(Moment.LEAVE):

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -91,17 +91,17 @@ def pack_code(script: Script | None = None) -> Code:
 
 
 def _program(*, is_users: bool) -> Program:
+    program = Program(levels=dict(_levels()), log_format=_log_format())
     if not is_users:
-        return Program(levels=dict(_levels()), log_format=_log_format())
+        return program
     main = sys.modules["__main__"]
     entries = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1}  # others are not read yet
-    return Program(
+    return replace(
+        program,
         arguments=tuple(sys.argv[1:]),
         module=getattr(getattr(main, "__spec__", None), "name", None),
         package=getattr(main, "__package__", None),
         cells={name: "".join(lines) for name, (_, changed_at, lines, _) in entries.items() if changed_at is None},
-        levels=dict(_levels()),
-        log_format=_log_format(),
     )
 
 

@@ -237,15 +237,11 @@ def _reduce_module(value: object) -> Reduced | None:
 
 class _MainNamespace(dict[str, Any]):
     def __reduce__(self) -> Any:
-        return _main_namespace, ()
+        return getattr, (sys.modules["__main__"], "__dict__")
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
-
-
-def _main_namespace() -> dict[str, Any]:
-    return vars(sys.modules["__main__"])
 
 
 def _name_in_main(obj: object) -> str | None:
