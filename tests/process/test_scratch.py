@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,8 +16,6 @@ from flytekitplugins.daskpytorch.process import folders as scratch
 from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from processes import end, is_alive, until
 
-SUPPORT = Path(__file__).parents[1] / "support"
-
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -27,28 +24,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-@pytest.fixture
-def start(temporary: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of its own, which is asked for its standard output's first line."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(code: str, *args: str) -> subprocess.Popen[str]:
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, *args],
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(SUPPORT)},
-            )
-        )
-        return started[-1]
-
-    yield run  # type: ignore[misc]
-    for process in started:
-        end(process)
-        process.communicate()
 
 
 def test_folder_is_there_for_its_time_alone(temporary: Path) -> None:
@@ -77,10 +52,9 @@ def test_folder_that_is_written_into_while_it_is_removed_goes_at_last(temporary:
     assert not list(temporary.iterdir())
 
 
-def test_what_killed_processes_have_left_goes_with_the_first_folder_of_the_next(
-    start: type[subprocess.Popen[str]], temporary: Path
-) -> None:
-    parent = start(FORKING)
+def test_what_killed_processes_have_left_goes_with_the_first_folder_of_the_next(temporary: Path) -> None:
+    env = os.environ | {"TMPDIR": str(temporary)}
+    parent = subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, text=True, env=env)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     try:
@@ -95,7 +69,9 @@ def test_what_killed_processes_have_left_goes_with_the_first_folder_of_the_next(
         assert folders_after_another(temporary) == []
         assert all(folder.exists() for folder in users)
     finally:
+        end(parent)
         child.kill()
+        parent.stdout.close()
 
 
 def folders_after_another(temporary: Path) -> list[str]:
