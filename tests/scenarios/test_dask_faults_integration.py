@@ -36,37 +36,6 @@ def test_a_dropped_connection_of_the_client_does_not_matter(
     assert watched.starts(0) == [0]
 
 
-@pytest.mark.slow  # starts cold, since warm processes share their memory
-def test_the_ranks_of_a_worker_that_dask_pauses_for_its_memory_go_on(tmp_path: Path, launch: ft.Launch) -> None:
-    def hold_memory() -> None:  # in here, so that it travels by value
-        from distributed import get_worker
-
-        size = int(get_worker().memory_manager.memory_limit * 0.88) - psutil.Process().memory_info().rss
-        held = bytearray(size)
-        held[::4096] = b"x" * len(held[::4096])
-        time.sleep(600)
-
-    with (
-        nothing_left_behind(),
-        dask_cluster(tmp_path / "cluster", memory_limit="600MiB", is_warm=False) as cluster,
-        Client(cluster.address) as client,
-    ):
-        (tmp_path / "traces/gate-3").touch()
-        watched = launch(client)
-        watched.wait_for("start-1")
-        victim = sorted(client.scheduler_info()["workers"])[1]
-        client.submit(hold_memory, workers=[victim], priority=1)
-
-        def status() -> str:
-            return str(client.sync(client.scheduler.identity)["workers"].get(victim, {}).get("status"))
-
-        until(lambda: status() == "paused", "the worker to pause")
-        watched.open(3)
-        assert watched.futures.result() == [ft.expected()] * 2
-        assert watched.starts(0) == [0]
-        assert status() == "paused"
-
-
 def test_three_gangs_on_the_same_workers(client: Client, tmp_path: Path) -> None:
     """One trains, one loses a rank and starts again, one is cancelled; none disturbs another."""
     with (
