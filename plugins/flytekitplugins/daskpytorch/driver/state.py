@@ -58,20 +58,15 @@ class Deadlines:
 class StopRequest:
     reason: str
     ends_gang: bool
-    deadlines: Deadlines
+    deadline: float
+    """Time on the driver's clock at which the driver ends ranks that have not stopped."""
     is_workers: bool = False
     is_awaited: bool = False
     """A user waits for the end. If no rank has ever called `should_stop`, all ranks end at once."""
-    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-    deadline: float = field(init=False)
-    """Time on the clock at which the driver ends ranks that have not stopped."""
     heeding: set[int] = field(default_factory=set, init=False)
     """Ranks whose program handles the request's signal."""
     has_signalled: bool = field(default=False, init=False)
     """The driver has passed the signal to the ranks' program, which ends itself within the grace period."""
-
-    def __post_init__(self) -> None:
-        self.deadline = self.clock() + self.deadlines.grace_period
 
     @property
     def signal(self) -> int:
@@ -79,7 +74,7 @@ class StopRequest:
         return SIGINT if self.is_awaited else SIGTERM
 
     def has_been_obeyed(self, attempt: Attempt) -> bool:
-        return self.clock() >= self.deadline or attempt.exits.keys() >= self.heeding
+        return attempt.clock() >= self.deadline or attempt.exits.keys() >= self.heeding
 
     def explains(self, attempt: Attempt) -> bool:
         """Return True if the attempt has ended by the request: no rank has failed by itself, except by the signal."""
@@ -183,8 +178,8 @@ class GangState:
             part.close()
         if self.stop_request is None:
             self.observers.note(f"{reason}: saving a checkpoint and ending")
-            whose = {"is_workers": is_workers, "is_awaited": is_awaited}
-            self.stop_request = StopRequest(reason, ends_gang, self.deadlines, **whose, clock=self.now)
+            deadline = self.now() + self.deadlines.grace_period
+            self.stop_request = StopRequest(reason, ends_gang, deadline, is_workers, is_awaited)
         elif ends_gang and not self.stop_request.ends_gang:
             self.stop_request.reason, self.stop_request.ends_gang = reason, True
             self.stop_request.is_workers = is_workers

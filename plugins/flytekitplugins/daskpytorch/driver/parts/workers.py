@@ -69,7 +69,7 @@ class Preemption(Part):
         request.has_signalled = last_call == 0 and bool(request.heeding)
         attempt.tell(Tell(Release(last_call, request.signal if request.has_signalled else None)))
         if last_call == 0 and not request.has_signalled:
-            unheeded = 0.0 if request.is_awaited else request.deadlines.unheeded
+            unheeded = 0.0 if request.is_awaited else self._state.deadlines.unheeded
             request.deadline = min(request.deadline, attempt.clock() + unheeded)
 
     def due(self, attempt: Attempt) -> float | None:
