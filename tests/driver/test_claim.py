@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from flytekitplugins.daskpytorch import GangStartError
-from flytekitplugins.daskpytorch.driver.storage import Claim, claimed
+from flytekitplugins.daskpytorch.driver.storage import claimed
 from flytekitplugins.daskpytorch.driver.vault import Vault
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
@@ -114,11 +114,9 @@ def test_a_process_of_this_machine_that_was_killed_is_taken_over(tmp_path: Path)
 
 def test_a_gang_that_a_newer_one_has_taken_over_ends_before_its_next_write(paths: StoragePaths, tmp_path: Path) -> None:
     def train() -> None:
-        with claimed(paths, "flows.first") as claim:
-            assert claim is not None
-            lost = threading.Event()
-            claim.on_loss = lost.set
-            vault = Vault(Gang(), claim.paths, tmp_path)
+        lost = threading.Event()
+        with claimed(paths, "flows.first", lost.set) as own:
+            vault = Vault(Gang(), own, tmp_path)
             vault.add(write_checkpoint(tmp_path, 0, {}, 1, {}))
             assert vault.flush(60)
             before = paths.files.fs.find(paths.own)
@@ -141,8 +139,8 @@ def test_storage_without_rights_costs_a_line(
         raise PermissionError("no rights")
 
     monkeypatch.setattr(Files, "write", refuse)
-    with claimed(paths, "flows.first") as claim:
-        assert isinstance(claim, Claim)
+    with claimed(paths, "flows.first") as own:
+        assert own is not None
     assert f"{paths.own} could not be claimed (PermissionError: no rights)" in capsys.readouterr().err
 
 

@@ -209,7 +209,7 @@ os.register_at_fork(after_in_child=lambda: _close(_locks))  # a fork may outlive
 class Claim:
     """A gang of another machine, or one that starts after this process's end, may take over the claim."""
 
-    def __init__(self, paths: StoragePaths, name: str) -> None:
+    def __init__(self, paths: StoragePaths, name: str, on_loss: Callable[[], object]) -> None:
         self.paths = replace(paths, prepare=self._prepare)
         """Each write first checks the claim."""
         self._prepare_storage = paths.prepare
@@ -224,8 +224,7 @@ class Claim:
         self._lock = socket.socket(socket.AF_UNIX)
         _locks.add(self._lock)
         self._is_written = False
-        self.on_loss: Callable[[], object] = lambda: None
-        """Called in the thread that writes to storage, after a newer gang has taken over the folder."""
+        self._on_loss = on_loss
         self.loss: GangStartError | None = None
 
     def take(self) -> None:
@@ -269,7 +268,7 @@ class Claim:
                 f"{self.paths.own} was taken over by {_told(holder)}. Nothing more is written there. If both gangs are "
                 "to train, give each a Gang(key=...) of its own."
             )
-            self.on_loss()
+            self._on_loss()
             raise self.loss
         self._prepare_storage()
 
@@ -286,18 +285,22 @@ class Claim:
 
 
 @contextlib.contextmanager
-def claimed(paths: StoragePaths | None, name: str) -> Iterator[Claim | None]:
+def claimed(
+    paths: StoragePaths | None, name: str, on_loss: Callable[[], object] = lambda: None
+) -> Iterator[StoragePaths | None]:
     """Hold a claim on a gang's checkpoint folder, if other gangs may get the same folder. `name` is for their messages.
+
+    `on_loss` is called in the thread that writes to storage, after a newer gang has taken over the folder.
 
     Raises `GangStartError` if another live gang of this machine uses the folder, or a newer gang has taken it over.
     """
     if paths is None or not paths.is_claimed:
-        yield None
+        yield paths
         return
-    claim = Claim(paths, name)
+    claim = Claim(paths, name, on_loss)
     try:
         claim.take()
-        yield claim
+        yield claim.paths
     except Exception as error:
         if claim.loss is not None:
             raise claim.loss from error

@@ -135,14 +135,10 @@ class Supervisor:
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._launcher.close)
-                name = self._request.name
-                claim = stack.enter_context(claimed(self._request.storage, name))
-                storage = claim.paths if claim is not None else self._request.storage
+                storage = stack.enter_context(claimed(self._request.storage, self._request.name, self._give_up))
                 folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
-                vault = Vault(self._request.settings, storage, folder, self._execution.filesystem)
+                self._vault = vault = Vault(self._request.settings, storage, folder, self._execution.filesystem)
                 stack.callback(vault.close)
-                if claim is not None:
-                    claim.on_loss = functools.partial(self._give_up, vault)
                 self._gang = gang = self._listen(vault, folder, stack)
                 stack.callback(gang.checkpoints.tell_kept)  # after the last write to storage and `evaluator.end`
                 stack.callback(gang.evaluator.end)
@@ -167,9 +163,9 @@ class Supervisor:
                 self._observers.tell(journal.Accounted(goodput=self._gang.accounting.final(error)))
             self._observers.tell(journal.Ended.by(error))
 
-    def _give_up(self, vault: Vault) -> None:
+    def _give_up(self) -> None:
         """Called once a newer gang has taken over the storage."""
-        vault.close()
+        self._vault.close()
         self.cancel()
 
     def _listen(self, vault: Vault, folder: Path, stack: contextlib.ExitStack) -> Assembled:

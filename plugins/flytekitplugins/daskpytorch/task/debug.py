@@ -68,8 +68,7 @@ def run_here(
         told.note("debugging: Gang(evaluate=...) has no effect, since there is one process")
     try:
         with ExitStack() as stack:
-            if (claim := stack.enter_context(claimed(storage, name))) is not None:
-                storage = claim.paths
+            storage = stack.enter_context(claimed(storage, name))
             folder = stack.enter_context(scratch_folder("daskpytorch-checkpoints-"))
             vault = Vault(settings, storage, folder, current_execution().filesystem)
             order = _order(name, settings, vault, folder, told)

@@ -116,13 +116,12 @@ class HangWatch(Part):
 
     def orders(self, now: float) -> None:
         attempt = self._state.training
-        if attempt is not None and self._search is None and self._search_at(attempt) <= now:
+        if attempt is not None and self._search_at(attempt) <= now:
             self._search = Look(attempt, self._final)
 
-    @staticmethod
-    def _search_at(attempt: Attempt) -> float:
-        is_failing = attempt.is_failing and attempt.stop_at is not None
-        return attempt.stop_at - ANSWER_TIME if is_failing and attempt.stop_at is not None else math.inf
+    def _search_at(self, attempt: Attempt) -> float:
+        is_needed = self._search is None and attempt.is_failing
+        return attempt.stop_at - ANSWER_TIME if is_needed and attempt.stop_at is not None else math.inf
 
     def blocks(self, moment: Moment) -> bool:
         attempt = self._state.attempt
@@ -162,8 +161,7 @@ class HangWatch(Part):
     def due(self, attempt: Attempt) -> float | None:
         if self._look is not None:
             return self._look.ends_at
-        search_at = self._search_at(attempt) if self._search is None else math.inf
-        due_at = min(self._look_at(attempt), search_at)
+        due_at = min(self._look_at(attempt), self._search_at(attempt))
         return due_at if due_at < math.inf else None
 
     def _look_at(self, attempt: Attempt) -> float:
