@@ -24,6 +24,7 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.flyte.context import FlyteRank
 from flytekitplugins.daskpytorch.protocol import host
 from flytekitplugins.daskpytorch.protocol.host import current_execution
+from test_task import in_mode
 
 
 def one() -> float:
@@ -55,10 +56,8 @@ def outputs(function: object, returned: object) -> dict[str, object]:
     ],
 )
 def test_a_return_value_of_another_type_is_an_error(function: object, returned: object, said: str) -> None:
-    state = FlyteContextManager.current_context().execution_state
     for mode in ExecutionState.Mode.LOCAL_TASK_EXECUTION, ExecutionState.Mode.TASK_EXECUTION:
-        ctx = FlyteContextManager.current_context().with_execution_state(state.with_params(mode=mode))
-        with FlyteContextManager.with_context(ctx), pytest.raises(TypeError, match=said):
+        with in_mode(mode), pytest.raises(TypeError, match=said):
             outputs(function, returned)
 
 
@@ -85,9 +84,7 @@ def names() -> Names:
 def test_a_conversions_error_keeps_its_cause(mode: ExecutionState.Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing file ends the task, and an error of storage retries the task."""
     monkeypatch.setitem(TypeEngine._REGISTRY, Names, NamesTransformer())
-    ctx = FlyteContextManager.current_context()
-    ctx = ctx.with_execution_state(ctx.execution_state.with_params(mode=mode))
-    with FlyteContextManager.with_context(ctx), pytest.raises(OSError, match="cannot be stored") as raised:
+    with in_mode(mode), pytest.raises(OSError, match="cannot be stored") as raised:
         outputs(names, Names())
     assert isinstance(raised.value.__cause__, FileNotFoundError)
 
@@ -112,15 +109,12 @@ def test_threads_of_a_task_find_its_checkpoints(tmp_path: Path) -> None:
         paths = execution.checkpoint_paths("gang")
         return paths.own if paths else None, execution.task
 
-    with setup_execution(
-        raw_output_data_prefix=str(tmp_path), checkpoint_path=str(tmp_path / "own"), prev_checkpoint=None
-    ) as ctx:
-        state = ctx.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-        with FlyteContextManager.with_context(ctx.with_execution_state(state)):
-            assert found() == (None, None)
-            with host.known_to_threads():
-                assert found() == (str(tmp_path / "own" / "daskpytorch" / "gang"), state)
-                assert current_execution().task is state
+    places = {"raw_output_data_prefix": str(tmp_path), "checkpoint_path": str(tmp_path / "own")}
+    with setup_execution(**places, prev_checkpoint=None), in_mode(ExecutionState.Mode.TASK_EXECUTION) as ctx:
+        assert found() == (None, None)
+        with host.known_to_threads():
+            assert found() == (str(tmp_path / "own" / "daskpytorch" / "gang"), ctx.execution_state)
+            assert current_execution().task is ctx.execution_state
     assert found() == (None, None)
 
 

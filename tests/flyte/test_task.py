@@ -9,13 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from flytekit import Deck, Documentation, PodTemplate, Resources, Secret, dynamic, task
 from flytekit.configuration import DataConfig, Image, ImageConfig, SerializationSettings
 from flytekit.core.base_task import TaskMetadata
-from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.core.context_manager import ExecutionState, FlyteContext, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -29,7 +30,7 @@ from kubernetes.client import V1PodSpec
 from flytekitplugins.daskpytorch import DaskCluster, DaskDDP, SpawnDDP, Wandb, WorkerGroup
 from flytekitplugins.daskpytorch.errors import WorkerLostError
 from flytekitplugins.daskpytorch.flyte.context import FlyteRank, TaskOutput
-from flytekitplugins.daskpytorch.flyte.task import SpawnDDPTask
+from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.protocol import journal
 from flytekitplugins.daskpytorch.records import LogRecord
 from flytekitplugins.daskpytorch.task.in_ranks import UNDISTURBED
@@ -53,6 +54,15 @@ def make(config: object, **options: Any) -> Any:
         return float(epochs)
 
     return train
+
+
+@contextlib.contextmanager
+def in_mode(mode: ExecutionState.Mode) -> Iterator[FlyteContext]:
+    """During the block, flytekit runs a task in this mode."""
+    ctx = FlyteContextManager.current_context()
+    state = ctx.new_execution_state().with_params(mode=mode)
+    with FlyteContextManager.with_context(ctx.with_execution_state(state)) as ctx:
+        yield ctx
 
 
 def serialised(made: Any) -> TaskTemplate:
@@ -182,12 +192,7 @@ def test_a_lost_worker_of_a_mapped_gang_is_retried_on_a_backend_alone(monkeypatc
     monkeypatch.setattr(made, "_train", lose_a_worker)
     with pytest.raises(WorkerLostError):
         made.execute()
-    ctx = FlyteContextManager.current_context()
-    state = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    with (
-        FlyteContextManager.with_context(ctx.with_execution_state(state)),
-        pytest.raises(FlyteRecoverableException, match="gone"),
-    ):
+    with in_mode(ExecutionState.Mode.TASK_EXECUTION), pytest.raises(FlyteRecoverableException, match="gone"):
         made.execute()
 
 
@@ -232,7 +237,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch, files_below: None) -> typ
         pass
 
     monkeypatch.setattr("flytekitplugins.daskpytorch.driver.supervisor.Supervisor", Trained)
-    monkeypatch.setattr(SpawnDDPTask, "_get_ready", lambda *_: None)
+    monkeypatch.setattr(fork_client, "connect", Mock())
     return Trained
 
 
@@ -302,9 +307,7 @@ def test_the_decks_of_rank_0_are_tabs_and_the_driver_loads_no_output(
 
 def in_a_local_run(made: Any, inputs: dict[str, Any]) -> LiteralMap:
     """What flytekit makes of a call before it reads the outputs for the caller."""
-    ctx = FlyteContextManager.current_context()
-    state = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
-    with FlyteContextManager.with_context(ctx.with_execution_state(state)) as ctx:
+    with in_mode(ExecutionState.Mode.LOCAL_TASK_EXECUTION) as ctx:
         literals = TypeEngine.dict_to_literal_map(ctx, inputs, made.python_interface.inputs)
         return made.sandbox_execute(ctx, literals)
 

@@ -177,14 +177,6 @@ class FlyteRank:
         return FlyteDirectory(self.results, remote_directory=False)
 
 
-class Written:
-    """Mixin of tasks whose outcome stands if flytekit cannot write their Deck, such as by a user's renderer."""
-
-    def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any], ctx: FlyteContext, params: Any) -> None:
-        with outcome_kept():  # without an execution, flytekit writes no file: see `write_local`
-            super()._write_decks(inputs, outputs, ctx.with_execution_state(None).build(), params)  # type: ignore[misc]
-
-
 class _Returned(PythonTask):  # type: ignore[misc]
     """Task whose function has returned. flytekit converts the value, and adds the metadata of artifacts."""
 
@@ -214,6 +206,7 @@ def _decks() -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def outcome_kept() -> Iterator[None]:
+    """Let a task's outcome stand if its Deck cannot be written, such as by a user's renderer."""
     try:
         yield
     except Exception as error:  # any exception of a disk, a user's Deck or renderer

@@ -31,7 +31,7 @@ from flytekitplugins.dask.task import DaskTask
 
 from flytekitplugins.daskpytorch.display.wandb import KEYLESS
 from flytekitplugins.daskpytorch.flyte import context, deck
-from flytekitplugins.daskpytorch.flyte.context import HOST, FlyteRank, TaskOutput, Written
+from flytekitplugins.daskpytorch.flyte.context import HOST, FlyteRank, TaskOutput
 from flytekitplugins.daskpytorch.process.ending import CtrlC
 from flytekitplugins.daskpytorch.process.streams import say
 from flytekitplugins.daskpytorch.protocol.function import check_function
@@ -59,7 +59,7 @@ INFRASTRUCTURE_ERRORS = (*in_ranks.INFRASTRUCTURE_ERRORS, FlyteUploadDataExcepti
 _dispatched: ContextVar[tuple[object, LiteralMap] | None] = ContextVar("daskpytorch.dispatched", default=None)
 
 
-class _Resumable(Written, PythonFunctionTask):  # type: ignore[misc]
+class _Resumable(PythonFunctionTask):  # type: ignore[misc]
     """Base of all task types: infrastructure failures that Flyte retries, SIGTERM, and local runs."""
 
     # For this tab, flytekit runs pip twice, which takes 2 s (1.16.31, 2026-11-29).
@@ -71,7 +71,8 @@ class _Resumable(Written, PythonFunctionTask):  # type: ignore[misc]
         super().__init__(task_config=task_config, task_function=task_function, **kwargs)
 
     def _write_decks(self, inputs: dict[str, Any], outputs: dict[str, Any], ctx: FlyteContext, params: Any) -> None:
-        super()._write_decks(inputs, outputs, ctx, params)
+        with context.outcome_kept():  # without an execution, flytekit writes no file: see `write_local`
+            super()._write_decks(inputs, outputs, ctx.with_execution_state(None).build(), params)
         if self.enable_deck:
             deck.write_local(ctx)
 
