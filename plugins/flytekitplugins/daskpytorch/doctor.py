@@ -27,8 +27,6 @@ from flytekitplugins.daskpytorch.settings import SCHEDULER_VARIABLE, Gang
 if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
 
-CONNECT_TIMEOUT = 10.0
-"""Seconds at most for the scheduler to answer."""
 FIREWALL = (
     "Mend what the errors name. If ranks do not meet: they open connections to this process and to each other, on any "
     "port. Look for a firewall or a network policy. A scheduler behind a forwarded port of this machine does not do: "
@@ -112,7 +110,7 @@ def try_cluster(address: str, timeout: float) -> str:
     from flytekitplugins.daskpytorch.dask import cluster
     from flytekitplugins.daskpytorch.dask.agents import HOW_TO_GET_WORKERS, DaskAgents
 
-    limit = min(timeout, CONNECT_TIMEOUT)
+    limit = min(timeout, cluster.CONNECT_TIMEOUT)
     cluster.greet(address, limit)
     with Client(address, timeout=limit) as client:
         num_workers = len(client.scheduler_info(n_workers=-1)["workers"])

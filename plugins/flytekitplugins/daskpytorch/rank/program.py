@@ -114,7 +114,7 @@ def set_up_program(program: Program, script: Path | None) -> None:
 
 
 class Server:
-    """`serve` runs in the main thread, `put` in the thread that receives orders."""
+    """`serve` runs in the main thread. The thread that receives `orders` puts them there."""
 
     def __init__(
         self,
@@ -125,11 +125,8 @@ class Server:
         self._link = link
         self._stop_signal = stop_signal
         self._failure_of = failure_of
-        self._orders: queue.SimpleQueue[CallOrder] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[CallOrder] = queue.SimpleQueue()
         self._present: dict[str, Any] = {}
-
-    def put(self, order: CallOrder) -> None:
-        self._orders.put(order)
 
     def serve(self) -> None:
         """Run calls until the gang closes, or until one ends after the rank's signal to stop."""
@@ -144,7 +141,7 @@ class Server:
 
     def _next(self) -> CallOrder:
         with self._link.ledger.spending("waiting"):
-            return self._orders.get()
+            return self.orders.get()
 
     def _run(self, order: NextCall) -> None:
         self._link.progress.move()  # the time before was no hang

@@ -106,7 +106,7 @@ class Session:
                 link.take(order)
             case messages.NextCall() | messages.Forget() | messages.Finish():
                 if self.server is not None:  # else a gang of one call
-                    self.server.put(order)
+                    self.server.orders.put(order)
             case _:
                 assert_never(order)
 

@@ -92,10 +92,6 @@ class OnDask(Config):
         kinds = {name: checks.instance_of(kind) for name, kind in self.KINDS.items()}
         return {**kinds, "workers.number_of_workers": checks.COUNT}
 
-    @property
-    def num_gpus(self) -> int:
-        raise NotImplementedError
-
 
 @dataclass(frozen=True, kw_only=True)
 class GangOnDask(OnDask):
@@ -213,12 +209,10 @@ class StrictInputs:
                 raise ValueError(f"{cls.__name__}: {name}={shown(value)} is not a {hints[name]}")
         try:
             return JSONDecoder(cls, default_dialect=_Exact).decode(text)
-        except (InvalidFieldValue, MissingField) as error:
-            name = error.field_name
-            if (reason := error.__context__ or error.__cause__) and isinstance(error, InvalidFieldValue):
-                raise ValueError(
-                    f"{cls.__name__}: {name}={shown(given[name])} is not a {error.field_type_name}"
-                ) from reason
+        except InvalidFieldValue as error:
+            value, kind = shown(given[error.field_name]), error.field_type_name
+            raise ValueError(f"{cls.__name__}: {error.field_name}={value} is not a {kind}") from error.__context__
+        except MissingField as error:
             raise ValueError(f"{cls.__name__}: {error}") from error
 
 

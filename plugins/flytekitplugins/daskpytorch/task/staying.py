@@ -99,14 +99,11 @@ class StayingGang:
         self._futures = RunFutures(run, self._supervisor, num_ranks)
         self._futures[0].add_done_callback(lambda future: calls.note_end(future.exception()))
         weakref.finalize(self, self._supervisor.cancel).atexit = False
-        self._await_start()
-
-    def _await_start(self) -> None:
         with deferred(self._supervisor.cancel):
-            while not self._calls.has_formed.wait(TURN):
+            while not calls.has_formed.wait(TURN):
                 pass
-        if self._calls.end is not None:
-            raise self._calls.end
+        if calls.end is not None:
+            raise calls.end
 
     def __repr__(self) -> str:
         state = "ended" if self._calls.end is not None else f"{len(self._calls.open)} calls to do"
