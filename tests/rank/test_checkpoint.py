@@ -215,30 +215,21 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["parameter", "optimizer"])
-def test_sharded_state_is_refused(rank: Rank, mesh: DeviceMesh, kind: str) -> None:
+@pytest.mark.filterwarnings("ignore:Please use DTensor")
+def test_sharded_state_is_refused(rank: Rank, mesh: DeviceMesh) -> None:
     weights = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
     weights.sum().backward()
     optimizer.step()
-    states: dict[str, Any] = {
-        "parameter": {"model": [torch.zeros(3), {"layer.weight": weights}]},
-        "optimizer": {"optimizer": optimizer.state_dict()},
-    }
+    of_fsdp1 = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=["rank:0/cpu"]), 4, 2)  # type: ignore[arg-type]
     checkpoint = rank.checkpoint()
-    with pytest.raises(TypeError, match=r"is sharded: it has a \w+ of shape \(4, 2\), .*save_sharded\(state, step\)"):
-        checkpoint.save(states[kind], 1)
+    for state in ({"model": [torch.zeros(3), {"weight": weights}]}, optimizer.state_dict(), {"w": of_fsdp1}):
+        with pytest.raises(TypeError, match=r"it has a \w+ of shape \(4, 2\), .*save_sharded\(state, step\)"):
+            checkpoint.save(state, 1)
     checkpoint.flush()
     assert not list(rank.folder.iterdir())
-
-
-@pytest.mark.filterwarnings("ignore:Please use DTensor")
-def test_sharded_tensor_of_fsdp1_is_refused(rank: Rank, mesh: DeviceMesh) -> None:
-    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"it has a ShardedTensor of shape \(4, 2\)"):
-        rank.checkpoint().save({"w": sharded_tensor.zeros(spec, 4, 2)}, 1)
     with pytest.raises(TypeError, match="a ShardedTensor belongs to all ranks together"):
-        unwrapped([sharded_tensor.zeros(spec, 4, 2)])
+        unwrapped([of_fsdp1])
 
 
 # ---- What it costs --------------------------------------------------------------------------------------------------

@@ -26,8 +26,11 @@ def group() -> Iterator[Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     group = dist.distributed_c10d._get_default_group()
     hook = c10d.FlightRecorderHook.attach(group, [0, 1])
+    dist.distributed_c10d._world.pg_backend_config[group] = "cpu:gloo,cuda:nccl"
     try:
-        yield group
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(c10d, "_dump_nccl_trace", lambda *_: pickle.dumps({"entries": []}), raising=False)
+            yield group
     finally:
         hook.remove()
         dist.destroy_process_group()
@@ -54,10 +57,8 @@ def test_collectives_of_torchs_new_nccl_are_recalled_as_those_of_the_group_nccl(
 ) -> None:
     dist.all_reduce(torch.ones(3))
     monkeypatch.setattr(c10d, "_dump_fr_trace", recorded_as(name))
-    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: pickle.dumps({"entries": []}), raising=False)
     world = dist.distributed_c10d._world
     monkeypatch.setitem(world.pg_map, group, ("nccl", world.pg_map[group][1]))
-    monkeypatch.setitem(world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
     recalled = process_group.recall()
     assert recalled is not None
     assert recalled.groups == {"the default group (gloo)": 0, "the default group (nccl)": 1}
@@ -76,8 +77,6 @@ def test_groups_that_a_full_recorder_may_have_forgotten_are_left_out(
     dist.all_reduce(torch.ones(3))
     recorded = recorded_as("nccl2")
     monkeypatch.setattr(c10d, "_dump_fr_trace", forgetful)
-    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: pickle.dumps({"entries": []}), raising=False)
-    monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
     recalled = process_group.recall()
     assert recalled is not None
     assert recalled.groups == {"the default group (nccl)": 2}
@@ -92,7 +91,6 @@ def test_older_torch_that_has_no_such_recorder_still_recalls(group: Any, monkeyp
 
     monkeypatch.setattr(c10d, "_dump_fr_trace", dump)
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: entries, raising=False)
-    monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
     recalled = process_group.recall()
     assert recalled is not None
     assert recalled.collectives[-1].group == "the default group (nccl)"

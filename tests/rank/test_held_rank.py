@@ -60,17 +60,17 @@ RANK = r"""
 
 # The signal comes with a key: a signal just before the read of keys does not wake the main thread.
 def test_held_rank_leaves_the_prompt_without_another_exception(tmp_path: Path) -> None:
-    (tmp_path / "agent").mkdir(mode=0o700)
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(RANK), str(tmp_path / "agent")],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=40,  # less than the 60 s for which the rank waits for a terminal
-    )
+    assert "left []" in said_by(RANK, tmp_path)
+
+
+def said_by(program: str, folder: Path) -> str:
+    """Run a rank whose agent has a folder there, and return its output."""
+    (folder / "agent").mkdir(mode=0o700)
+    words = [sys.executable, "-c", textwrap.dedent(program), str(folder / "agent")]
+    how = {"stdin": subprocess.DEVNULL, "timeout": 40}  # less than the 60 s for which the rank waits for a terminal
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, **how)
     assert ran.returncode == 0, ran
-    assert "left []" in ran.stdout, ran
+    return ran.stdout
 
 
 LOADER = """
@@ -96,7 +96,4 @@ LOADER = """
 
 
 def test_debugger_in_a_loaders_worker_quits(tmp_path: Path) -> None:
-    (tmp_path / "agent").mkdir(mode=0o700)
-    words = [sys.executable, "-c", textwrap.dedent(LOADER), str(tmp_path / "agent")]
-    ran = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=40)
-    assert ran.stdout.splitlines()[-1] == "exit code 7"
+    assert said_by(LOADER, tmp_path).splitlines()[-1] == "exit code 7"

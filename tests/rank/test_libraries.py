@@ -61,42 +61,16 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (os.environ["PL_TRAINER_NUM_NODES"], os.environ["ACCELERATE_USE_CPU"]) == ("1", "false")
 
 
-class _SubprocessScriptLauncher:
-    """Lightning's own name; in a gang it starts nothing."""
+class Trains:
+    """Stands for a class of Lightning or Transformers."""
 
+    strategy = SimpleNamespace(launcher=None, parallel_devices=["cpu"] * 2, num_nodes=2)
 
-def strategy(devices: int | None = 2, num_nodes: int = 2, launcher: type = _SubprocessScriptLauncher) -> Any:
-    one = {} if devices is None else {"parallel_devices": ["cpu"] * devices, "num_nodes": num_nodes}
-    return SimpleNamespace(launcher=launcher(), **one)
+    def fit(self) -> None:
+        """Nobody calls it."""
 
-
-def trainer_with(monkeypatch: pytest.MonkeyPatch, its: Any) -> Any:
-    """A Trainer of Lightning's."""
-
-    class Trainer:
-        strategy = its
-
-        def fit(self, model: str) -> None:
-            self.has_trained = model
-
-    module_with(monkeypatch, "lightning.pytorch.trainer.trainer", Trainer=Trainer)
-    libraries.guide()
-    return Trainer()
-
-
-def fabric_with(monkeypatch: pytest.MonkeyPatch, its: Any) -> Any:
-    """A Fabric of Lightning's, not yet made."""
-
-    class Fabric:
-        strategy = its
-        num_launches = 0
-
-        def launch(self) -> None:
-            self.num_launches += 1
-
-    module_with(monkeypatch, "lightning.fabric.fabric", Fabric=Fabric)
-    libraries.guide()
-    return Fabric
+    def launch(self) -> None:
+        """Start nothing, as in a gang."""
 
 
 @pytest.mark.parametrize(("host_rank", "is_first"), [(0, True), (1, False)])
@@ -105,12 +79,12 @@ def test_the_first_rank_of_a_machine_is_told_by_its_place_there(
 ) -> None:
     monkeypatch.setenv("NODE_LOCAL_RANK", str(host_rank))
     monkeypatch.setenv("LOCAL_RANK", "0")  # that of every rank with a GPU of its own
-    trainer, state = trainer_with(monkeypatch, strategy()), accelerate_with(monkeypatch)()
-    arguments = type("TrainingArguments", (), {})
+    trainer, fabric, arguments = (type(name, (Trains,), {}) for name in ("Trainer", "Fabric", "TrainingArguments"))
+    module_with(monkeypatch, "lightning.pytorch.trainer.trainer", Trainer=trainer)
+    module_with(monkeypatch, "lightning.fabric.fabric", Fabric=fabric)
     module_with(monkeypatch, "transformers.training_args", TrainingArguments=arguments)
-    fabric = fabric_with(monkeypatch, strategy())()
-    assert trainer.local_rank == arguments().local_process_index == fabric.local_rank == host_rank
-    assert state.is_local_main_process is is_first
+    assert accelerate_with(monkeypatch)().is_local_main_process is is_first
+    assert trainer().local_rank == arguments().local_process_index == fabric().local_rank == host_rank
 
 
 def accelerate_with(monkeypatch: pytest.MonkeyPatch) -> Any:
