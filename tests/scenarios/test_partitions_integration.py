@@ -37,12 +37,6 @@ def read(partitions: data.DaskPartitions) -> dict[int, Any]:
     return dict(zip(share.indices, share, strict=True))
 
 
-def totals(partitions: Any) -> tuple[int, str]:
-    """The sum of a column of this rank's data frames, and the type of one with text."""
-    frames = list(partitions.share())
-    return sum(int(frame["number"].sum()) for frame in frames), str(frames[0]["name"].dtype)
-
-
 def read_beside_rank_0(partitions: data.DaskPartitions) -> dict[int, Any]:
     """The same, but rank 0 reads nothing."""
     share = partitions.share()
@@ -104,16 +98,6 @@ def sent(client: Client) -> Counter[str]:
     """How many partitions each worker has handed out, since the cluster is there."""
     logs = client.run(lambda dask_worker: sum(len(entry["keys"]) for entry in dask_worker.transfer_outgoing_log))
     return Counter(logs)
-
-
-def test_a_data_frame_is_shared_out_with_its_columns_of_text(cluster: Cluster) -> None:
-    pandas, frames = pytest.importorskip("pandas"), pytest.importorskip("dask.dataframe")
-    table = pandas.DataFrame({"number": range(60), "name": [f"pet {number}" for number in range(60)]})
-    with Client(cluster.address) as client:
-        partitions = data.DaskPartitions(client, frames.from_pandas(table, npartitions=6))
-        found = dispatch.run(client, totals, partitions, gang=ONCE).result()
-        assert sum(total for total, _ in found) == sum(range(60))
-        assert {kind for _, kind in found} <= {"string", "str"}  # pyarrow's
 
 
 def test_each_rank_reads_what_its_own_worker_holds(client: Client) -> None:
