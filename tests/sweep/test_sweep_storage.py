@@ -61,26 +61,6 @@ def leave(storage: SweepStorage, experiments: list[Any], function: Callable[...,
         model_of(storage, index, experiment).note_end(f"result {index}", None, pytest.fail)
 
 
-def test_what_was_kept_is_there_again(uri: str) -> None:
-    storage = SweepStorage(uri, "grid")
-    assert storage.open(train, [1, 2, 3]) == {}
-    for index, stopped in ((0, None), (1, STOPPED)):
-        model_of(storage, index, index + 1).note_progress()
-        model_of(storage, index, index + 1).note_end([index], stopped, pytest.fail)
-    model_of(storage, 2, 3).note_progress()
-
-    kept = SweepStorage(uri, "grid").open(train, [1, 2, 3, 4])
-    assert sorted(kept) == [0, 1, 2]
-    assert [(kept[index].has_ended, kept[index].result) for index in range(3)] == [
-        (True, [0]),
-        (True, [1]),
-        (False, None),
-    ]
-    assert kept[0].records == kept[2].records == RECORDS
-    assert [str(kept[index].stopped) for index in range(3)] == ["None", str(STOPPED), "None"]
-    assert SweepStorage(uri, "another").open(train, [5]) == {}
-
-
 def test_who_was_stopped_and_then_trained_on_for_a_while_has_the_later_records(tmp_path: Path) -> None:
     storage = SweepStorage(str(tmp_path), "grid")
     storage.model(0, lambda: {"experiment": 1, "records": RECORDS[:1]}).note_end(None, STOPPED, pytest.fail)
