@@ -54,6 +54,12 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_client, "connect", mock.Mock(side_effect=AssertionError("a fork server was asked for")))
 
 
+@pytest.fixture
+def client() -> mock.Mock:
+    """That of a cluster which must not be asked for anything."""
+    return mock.create_autospec(Client, instance=True)
+
+
 def train(steps: int) -> list[int]:
     rank = current_rank()
     dist.init_process_group("gloo")  # as a program for torchrun says; it is there already
@@ -68,11 +74,6 @@ def train(steps: int) -> list[int]:
 
 @task(task_config=DaskDDP(gang=Gang(observers=(Ear,))))
 def on_dask(steps: int) -> list[int]:
-    return train(steps)
-
-
-@task(task_config=SpawnDDP(nproc=2, gang=Gang(debug=True)))
-def spawned(steps: int) -> list[int]:
     return train(steps)
 
 
@@ -108,10 +109,6 @@ def test_a_task_runs_as_the_only_rank_in_this_process(capfd: pytest.CaptureFixtu
     assert not current_rank().link.takes_results
 
 
-def test_a_gang_may_ask_for_it() -> None:
-    assert spawned(steps=1) == HERE
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_an_error_has_the_frames_that_a_post_mortem_debugger_looks_into() -> None:
     with pytest.raises(KeyError) as caught:
@@ -123,8 +120,7 @@ def test_an_error_has_the_frames_that_a_post_mortem_debugger_looks_into() -> Non
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_dispatch_run_calls_the_function_at_once() -> None:
-    client = mock.create_autospec(Client, instance=True)
+def test_dispatch_run_calls_the_function_at_once(client: mock.Mock) -> None:
     futures = dispatch.run(client, train, steps=1)
     assert futures.done()
     assert futures.result() == [HERE]
@@ -161,9 +157,9 @@ def learn_until(steps: int, fault: str) -> list[int]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_call_goes_on_by_its_key_and_says_from_where_or_that_it_does_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    client: mock.Mock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client, fault, uri = mock.create_autospec(Client, instance=True), tmp_path / "fault", tmp_path / "checkpoints"
+    fault, uri = tmp_path / "fault", tmp_path / "checkpoints"
     fault.touch()
 
     def run(key: str | None = None) -> Any:
@@ -185,8 +181,7 @@ def test_a_call_goes_on_by_its_key_and_says_from_where_or_that_it_does_not(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_exit_code_is_that_of_this_process() -> None:
-    client = mock.create_autospec(Client, instance=True)
+def test_an_exit_code_is_that_of_this_process(client: mock.Mock) -> None:
     assert exits(code=0) is None
     assert dispatch.run(client, sys.exit).result() == [None]
     with pytest.raises(SystemExit, match="3"):
@@ -210,8 +205,8 @@ def shards(steps: int) -> int:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_sharded_checkpoint_is_loaded_in_the_next_run(tmp_path: Path) -> None:
-    client, gang = mock.create_autospec(Client, instance=True), Gang(checkpoint_uri=str(tmp_path), key="shards")
+def test_a_sharded_checkpoint_is_loaded_in_the_next_run(client: mock.Mock, tmp_path: Path) -> None:
+    gang = Gang(checkpoint_uri=str(tmp_path), key="shards")
     assert dispatch.run(client, shards, 2, gang=gang).result() == [0]
     assert dispatch.run(client, shards, 3, gang=gang).result() == [2]
 
@@ -223,9 +218,8 @@ class Impatient(Observer):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_observer_stops_the_training_where_it_logs() -> None:
-    client, gang = mock.create_autospec(Client, instance=True), Gang(observers=(Impatient,))
-    futures = dispatch.run(client, train, steps=3, gang=gang)
+def test_an_observer_stops_the_training_where_it_logs(client: mock.Mock) -> None:
+    futures = dispatch.run(client, train, steps=3, gang=Gang(observers=(Impatient,)))
     assert isinstance(futures.exception(), StoppedEarlyError)
     assert futures.step == 1
 
@@ -235,8 +229,7 @@ def interrupted() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_ctrl_c_is_raised_where_the_function_is() -> None:
-    client = mock.create_autospec(Client, instance=True)
+def test_ctrl_c_is_raised_where_the_function_is(client: mock.Mock) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         dispatch.run(client, interrupted, gang=Gang(observers=(Ear,)))
     assert caught.traceback[-1].name == "interrupted"
