@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +140,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @dataclass
 class Flow:
-    """Attempts of a task of the flow, each by the command that a backend starts in the container."""
+    """Attempts of the flow's task, each by the command that a backend starts in the container."""
 
     folder: Path
-    task: str
-    scheduler: str | None = None
-    raw: str | None = None
-    """Where outputs go, and below it the checkpoints; None: into the folder."""
-    env: dict[str, str] = field(default_factory=dict)
+    scheduler: str
+    above: str
+    """Where outputs and checkpoints go."""
+    env: dict[str, str]
     """What the container has besides, and its workers have not."""
 
     def __post_init__(self) -> None:
@@ -164,16 +163,15 @@ class Flow:
     def attempt(self, number: int, *, kill_when: Callable[[], bool] | None = None) -> tuple[Path, str]:
         """Where its outputs are, and what it said; `kill_when`: once rank 1 waits, and this is so."""
         (out := self.folder / f"out-{number}").mkdir()
-        above = self.raw or str(self.folder)
         command = [
             *(SCRIPTS / "a0", "--inputs", self.folder / "inputs.pb", "--outputs-path", out, "--version", "v1"),
-            *("--raw-data-path", f"{above}/raw", "--run-base-dir", self.folder, "--name", "a0", "--run-name", "run"),
-            *("--checkpoint-path", f"{above}/checkpoint-{number}", "--prev-checkpoint"),
-            f"{above}/checkpoint-{number - 1}" if number else "",
+            *("--raw-data-path", f"{self.above}/raw", "--run-base-dir", self.folder, "--name", "a0"),
+            *("--run-name", "run", "--checkpoint-path", f"{self.above}/checkpoint-{number}", "--prev-checkpoint"),
+            f"{self.above}/checkpoint-{number - 1}" if number else "",
             *("--resolver", "flyte._internal.resolvers.default.DefaultTaskResolver"),
-            *("mod", "flyte2_flow", "instance", self.task),
+            *("mod", "flyte2_flow", "instance", "train_sharded"),
         ]
-        env = OF_FLYTE2 | ({"DASK_SCHEDULER_ADDRESS": self.scheduler} if self.scheduler else {}) | self.env
+        env = OF_FLYTE2 | {"DASK_SCHEDULER_ADDRESS": self.scheduler} | self.env
         said = self.folder / f"output-{number}.txt"
         with running(command, cwd=self.folder / "project", log=said, env=env) as process:
             if kill_when is not None:
@@ -182,16 +180,6 @@ class Flow:
                 process.kill()
             process.wait()
         return out, said.read_text()
-
-    def succeeds(self, number: int) -> str:
-        """This attempt has the result of an undisturbed run; what it said."""
-        out, said = self.attempt(number)
-        assert (out / "outputs.pb").exists(), said
-        outputs = common_pb2.Outputs.FromString((out / "outputs.pb").read_bytes())
-        steps, value = [each.value for each in outputs.literals]
-        done = [each.scalar.primitive.integer for each in steps.collection.literals]
-        assert (done, value.scalar.primitive.float_value) == (list(range(flyte2_flow.STEPS)), flyte2_flow.expected())
-        return said
 
 
 def test_attempts_go_on_from_each_others_checkpoints_in_a_bucket(
@@ -206,7 +194,7 @@ def test_attempts_go_on_from_each_others_checkpoints_in_a_bucket(
     weed.make_bucket("attempts")
     keys = {"ENDPOINT": weed.endpoint, "ACCESS_KEY_ID": weed.keys.access, "SECRET_ACCESS_KEY": weed.keys.secret}
     env = {f"FLYTE_AWS_{name}": value for name, value in keys.items()}
-    flow = Flow(tmp_path, "train_sharded", cluster.address, f"s3://attempts/{tmp_path.name}", env)
+    flow = Flow(tmp_path, cluster.address, f"s3://attempts/{tmp_path.name}", env)
 
     def kept(number: int) -> list[int]:
         """The steps that an attempt's manifest names."""
@@ -230,4 +218,8 @@ def test_attempts_go_on_from_each_others_checkpoints_in_a_bucket(
     assert not list(out.glob("*.pb")), said
     assert "going on from the previous attempt's checkpoint of step 0" in said
 
-    assert "going on from the previous attempt's checkpoint of step 1" in flow.succeeds(2)
+    out, said = flow.attempt(2)
+    assert "going on from the previous attempt's checkpoint of step 1" in said
+    steps, value = [each.value for each in common_pb2.Outputs.FromString((out / "outputs.pb").read_bytes()).literals]
+    done = [each.scalar.primitive.integer for each in steps.collection.literals]
+    assert (done, value.scalar.primitive.float_value) == (list(range(flyte2_flow.STEPS)), flyte2_flow.expected())
