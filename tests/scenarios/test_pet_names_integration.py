@@ -22,17 +22,8 @@ def test_new_names_are_sampled_from_a_trained_model(tmp_path: Path) -> None:
     """From `tasks/` comes all that is trained and shown; by its own script, as its docstring says."""
     pytest.importorskip("flyteplugins.dask")
     hp = json.dumps({"epochs": 1, "batch_size": 4096})
-    command = [
-        SCRIPTS / "flyte",
-        "run",
-        "--local",
-        "workflows/flyte2/pet_names.py",
-        "pet_names",
-        "--hp",
-        hp,
-        "--num_names",
-        "3",
-    ]
+    script = "workflows/flyte2/pet_names.py"
+    command = [SCRIPTS / "flyte", "run", "--local", script, "pet_names", "--hp", hp, "--num_names", "3"]
     with nothing_left_behind():
         done = run_program(command, cwd=REPOSITORY, env={"COLUMNS": "1000", "TMPDIR": str(tmp_path)})
     assert "Completed Local Run" in done.stdout, done.stdout + done.stderr

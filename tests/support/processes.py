@@ -124,17 +124,8 @@ def dask_cluster(
             stack.callback(end, process)
             return process
 
-        options = [
-            "--host",
-            scheduler_host,
-            "--port",
-            "0",
-            "--dashboard-address",
-            ":0",
-            "--scheduler-file",
-            str(contact),
-        ]
-        scheduler = start([*scheduler_command, *options], {})
+        options = ["--port", "0", "--dashboard-address", ":0", "--scheduler-file", str(contact)]
+        scheduler = start([*scheduler_command, "--host", scheduler_host, *options], {})
         until(lambda: contact.exists() and contact.read_text().strip(), "the scheduler to start")
         address = json.loads(contact.read_text())["address"]
         cluster = Cluster(address=address, scheduler=scheduler)

@@ -115,16 +115,7 @@ GIVEN = list(EMBEDDED_NAMES)
 
 
 def facts(names: list[str]) -> DataFacts:
-    return DataFacts(
-        source="before",
-        day="2026-01-01",
-        fingerprint="",
-        num_names=len(names),
-        num_distinct=len(set(names)),
-        num_new=0,
-        drift=None,
-        characters=character_counts(names),
-    )
+    return replace(CARD.data, num_names=len(names), characters=character_counts(names))
 
 
 def test_drift_is_a_distance_from_0_to_1() -> None:

@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ FULL = TRAINING[TRAINING[:, 1] != BLANK][:20]
 CASES = {"uneven": (67, 8), "one_batch": (20, 50)}
 
 
-@pytest.fixture
-def records() -> Iterator[list[LogRecord]]:
-    """What this process logs as rank 0 of 1."""
-    found: list[LogRecord] = []
-    with logging_to(found):
-        yield found
-
-
 @pytest.fixture(scope="module")
 def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a gang of two brought back from `_run_cases`."""
@@ -57,30 +48,18 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def _run_cases(_: Path) -> dict[str, Any]:
+    return {case: _train_case(*CASES[case]) for case in CASES}
+
+
+def _train_case(num_windows: int, batch_size: int) -> tuple[TrainingResult, list[LogRecord]]:
     log: list[LogRecord] = []
-    with logging_to(log):
-        return {case: _train_case(*CASES[case], log) for case in CASES}
-
-
-def _train_case(num_windows: int, batch_size: int, log: list[LogRecord]) -> tuple[TrainingResult, list[LogRecord]]:
-    log.clear()
     hp = Hyperparameters(epochs=3, batch_size=batch_size, learning_rate=1e-3, dropout=0, log_interval=1)
-    return train(TRAINING[:num_windows], HELD_OUT, hp), list(log)
+    with logging_to(log):
+        return train(TRAINING[:num_windows], HELD_OUT, hp), log
 
 
 def _losses(log: list[LogRecord]) -> list[float]:
     return [record.metrics["loss"] for record in log]
-
-
-def _constant_model(**scores: float) -> CharLSTM:
-    """A model that gives every position the same logits: those given, else -100."""
-    model = CharLSTM()
-    with torch.no_grad():
-        model.dense.weight.zero_()
-        model.dense.bias.fill_(-100)
-        for name, score in scores.items():
-            model.dense.bias[{"blank": BLANK, "stop": STOP}.get(name, ALPHABET.find(name))] = score
-    return model
 
 
 # The windows
@@ -148,11 +127,11 @@ def test_training_starts_from_given_weights() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_follow_one(gang: list[dict[str, Any]], records: list[LogRecord], case: str) -> None:
+def test_two_ranks_follow_one(gang: list[dict[str, Any]], case: str) -> None:
     """The first call also waits for the gang."""
     num_windows, batch_size = CASES[case]
     torch.testing.assert_close(gang[0][case][0].state_dict, gang[1][case][0].state_dict, rtol=0, atol=0)
-    alone, log = _train_case(num_windows, 2 * batch_size, records)
+    alone, log = _train_case(num_windows, 2 * batch_size)
     for rank in range(2):
         together, log_of_rank = gang[rank][case]
         assert _losses(log_of_rank) == pytest.approx(_losses(log), rel=1e-4)
@@ -169,7 +148,11 @@ def test_two_ranks_follow_one(gang: list[dict[str, Any]], records: list[LogRecor
 
 
 def test_sampled_names() -> None:
-    model = _constant_model(blank=1, stop=1, **dict.fromkeys(ALPHABET[2:], 0.0))
+    """By a model that gives every position the same logits."""
+    model = CharLSTM()
+    with torch.no_grad():
+        model.dense.weight.zero_()
+        model.dense.bias.zero_()[[BLANK, STOP]] = 1.0
     names = sample_names(model, 40, exclude=[], seed=5)
     assert len(names) == len(set(names)) == 40
     assert all(sum(map(str.isalpha, name)) >= 2 and name == name.title() == name.strip() for name in names)
