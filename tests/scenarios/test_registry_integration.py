@@ -1,8 +1,9 @@
 """Registries survive simultaneous retrainings, and failures of an S3 server. test_retrain_integration.py has kills."""
 
-import json
+import threading
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,8 @@ from typing import Any
 import pytest
 
 from fault_proxy import RESET, Answer, Fault, FaultProxy
-from pages import REPOSITORY
-from processes import nothing_left_behind, run_program
 from seaweed import Weed
-from tasks.registry import Registry
+from tasks.registry import ChampionChangedError, Registry
 
 SUCCESS: Fault = lambda _: Answer(head=b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")  # noqa: E731
 """Whatever the server found."""
@@ -30,9 +29,6 @@ class Place:
 
     uri: str
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    def registry(self, name: str) -> Registry:
-        return Registry(f"{self.uri}/{name}", self.options)
 
 
 @pytest.fixture
@@ -61,13 +57,29 @@ def weed_options(weed: Weed, **others: Any) -> dict[str, Any]:
     return {name: options[name] for name in ("key", "secret", "endpoint_url")}
 
 
-def race(place: Place, states: Path, num_rounds: int) -> Any:
-    script = REPOSITORY / "tests/support/registry_victims.py"
-    command = [script, place.uri, json.dumps(place.options), states, str(num_rounds)]
-    with nothing_left_behind():
-        done = run_program(command, cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
+def race(place: Place, states: Path, num_rounds: int) -> list[list[bool]]:
+    """Two that promote at the same moment, again and again: for each, in which rounds it won."""
+    together = threading.Barrier(2)
+
+    def retrain_often(state: Path) -> list[bool]:
+        registry = Registry(place.uri, place.options)
+        return [retrains(registry, state) for _ in range(num_rounds)]
+
+    def retrains(registry: Registry, state: Path) -> bool:
+        champion = registry.champion()
+        version = registry.add({"state.pt": state}, {"state": state.name})
+        together.wait()
+        try:
+            registry.promote(version, instead_of=champion, reason=state.name)
+        except ChampionChangedError:
+            return False
+        else:
+            return True
+        finally:
+            together.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(retrain_often, (states / "old", states / "new")))
 
 
 def state_of(registry: Registry, version: str, folder: Path) -> str:
