@@ -86,7 +86,9 @@ class DaskPartitions:
                 f"repartition(npartitions={2 * rank.world_size}), or have fewer ranks."
             )
         way = way_to_dask(self._scheduler)
-        held = gathered(_held_here(way, self._keys))
+        client = client_in_rank(way)
+        holders = client.sync(client.scheduler.who_has, keys=self._keys)
+        held = gathered({number for number, key in enumerate(self._keys) if way.worker in holders[key]})
         return Share(self._keys, share_out(len(self), held)[rank.rank], way)
 
 
@@ -206,12 +208,6 @@ _clients: dict[int, Client] = {}
 
 def _reaches_workers(way: WorkerData) -> bool:
     return not way.worker.startswith("inproc:")
-
-
-def _held_here(way: WorkerData, keys: Sequence[Key]) -> set[int]:
-    client = client_in_rank(way)
-    holders = client.sync(client.scheduler.who_has, keys=keys)
-    return {number for number, key in enumerate(keys) if way.worker in holders[key]}
 
 
 def _fetch(way: WorkerData, key: Key) -> Any:

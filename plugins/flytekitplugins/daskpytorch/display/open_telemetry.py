@@ -23,9 +23,6 @@ SHOWN_AFTER_END = 120.0
 RESTART_KINDS = tuple(kind for kind in get_args(Kind) if kind != "closed")
 
 
-Values = Mapping[str, float | None]
-
-
 @dataclass(frozen=True)
 class Figure:
     name: str
@@ -39,17 +36,17 @@ class Figure:
     is_counter: bool = False
 
 
-def _rank_steps(run: RunState) -> Values:
+def _rank_steps(run: RunState) -> dict[str, float]:
     usages = list(run.usages.values()) if run.end is None else []
     return {str(usage.rank): usage.num_steps for usage in usages if usage.rank < MAX_RANKS}
 
 
-def _uses_of_time(run: RunState) -> Values:
+def _uses_of_time(run: RunState) -> dict[str, float]:
     seconds = run.goodput.as_dict() if run.goodput is not None else {}
     return {use: seconds[use] for use in seconds if use != "total"}
 
 
-def _restarts(run: RunState) -> Values:
+def _restarts(run: RunState) -> dict[str, float]:
     return {kind: run.failures[kind] for kind in RESTART_KINDS}  # a first 1 shows no increase
 
 

@@ -40,8 +40,7 @@ MIN_DISTANCE = WINDOW / 100
 
 
 def of_task(name: str, execution: str | None, inputs: Mapping[str, Any]) -> Training:
-    short = name.rpartition(".")[2]
-    return _training(name, _id(short, run_id(execution, "")), inputs)
+    return _training(name, _id(name.rpartition(".")[2], run_id(execution, "")), inputs)
 
 
 def of_call(
