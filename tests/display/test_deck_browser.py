@@ -66,16 +66,13 @@ def test_every_chart_is_drawn(inspected: dict[tuple[str, int], Inspected]) -> No
     assert drawn["training", 1200] == drawn["failed", 400] == (6, 6)
 
 
-def test_every_chart_has_a_title(inspected: dict[tuple[str, int], Inspected]) -> None:
+def test_charts_have_titles_no_page_asks_anything_of_others_and_no_script_fails(
+    inspected: dict[tuple[str, int], Inspected],
+) -> None:
     for found in inspected.values():
         assert all(len(label) > 10 for label in found.labels)
+        assert (found.requests, found.errors) == ([], [])
     assert inspected["training", 1200].labels[0] == "loss by step"
-
-
-def test_no_page_asks_anything_of_others_and_no_script_fails(inspected: dict[tuple[str, int], Inspected]) -> None:
-    for found in inspected.values():
-        assert found.requests == []
-        assert found.errors == []
 
 
 def test_arrow_keys_read_values_and_buttons_can_be_pressed(inspected: dict[tuple[str, int], Inspected]) -> None:

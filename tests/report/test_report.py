@@ -9,11 +9,6 @@ from flytekitplugins.daskpytorch.report.pieces import brief, shared
 from html_pages import ODD_NAMES, Parts, chart_data, rows_of
 
 
-def bare(piece: str) -> str:
-    """Without what a page adds."""
-    return piece.replace(shared(), "")
-
-
 def every_piece(name: str) -> list[str]:
     """One of each kind, made of this text wherever one may stand."""
     return [
@@ -36,7 +31,7 @@ def every_piece(name: str) -> list[str]:
 def test_no_text_breaks_the_page_or_gets_into_it_unescaped(name: str) -> None:
     page = report.page(*every_piece(name))
     page.encode()
-    parts = Parts(bare(page))
+    parts = Parts(page.replace(shared(), ""))
     assert "img" not in {tag for tag, _ in parts.elements}
     assert not [attrs for _, attrs in parts.elements if any(at.startswith("on") for at in attrs)]
     assert [attrs.get("type") for tag, attrs in parts.elements if tag == "script"] == ["application/json"]
@@ -77,7 +72,7 @@ def test_few_points_and_none_are_drawn_as_they_are(points: list[tuple[float, flo
 
 def test_a_chart_says_in_words_what_it_draws() -> None:
     curves = {"loss": [(0, 2.5), (10, 0.25), (20, 0.5)], "val_loss": [(10, 1.0)]}
-    chart = bare(report.line_chart("loss", curves, "step", best={"loss": "min"}, marks=[(10, "started again")]))
+    chart = report.line_chart("loss", curves, "step", best={"loss": "min"}, marks=[(10, "started again")])
     parts = Parts(chart)
     [plot] = [attributes for _, attributes in parts.elements if attributes.get("class") == "dpt-plot"]
     assert (plot["role"], plot["aria-label"]) == ("img", "loss by step")
@@ -129,6 +124,6 @@ def test_durations_are_short(seconds: float, text: str) -> None:
 
 def test_a_timeline_says_what_happened_and_when() -> None:
     events = [report.Event(time=105, text="ranks have met"), report.Event(time=190, text="failed", detail="line\nline")]
-    page = bare(report.timeline(events, start=100))
+    page = report.timeline(events, start=100)
     assert [row[0] for row in rows_of(page)[1:]] == ["+5 s", "+1 min 30 s"]
     assert "line\nline" in page

@@ -14,14 +14,13 @@ ODD_NAMES = [
 
 
 class Parts(HTMLParser):
-    """The elements of a page, the texts in them, and whether each that was opened was closed."""
+    """The elements of a page, each of which is closed if it was opened."""
 
     VOID = ("img", "meta", "br")
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
         self._open: list[str] = []
         self.feed(page)
         self.close()
@@ -34,9 +33,6 @@ class Parts(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
 
 
 def chart_data(page: str) -> list[dict[str, Any]]:
