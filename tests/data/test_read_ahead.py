@@ -47,11 +47,6 @@ def test_the_hint_travels_to_a_worker() -> None:
     assert ahead_of([1, 2]) == ()
 
 
-def test_a_loader_has_no_fewer_than_no_workers() -> None:
-    with pytest.raises(ValueError, match="num_workers=-1: must be a whole number from 0 up"):
-        data.ReadAhead([], -1)
-
-
 class Numbers(Dataset[int]):
     """Remembers in which batches it was asked."""
 

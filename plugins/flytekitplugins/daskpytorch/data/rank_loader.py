@@ -381,12 +381,7 @@ class ReadAhead(Sampler[list[int]]):
         Args:
             batches: The other batch sampler.
             num_workers: The `num_workers` of the `DataLoader`. With another number, pictures are read ahead in vain.
-
-        Raises:
-            ValueError: `num_workers` is below 0.
         """
-        if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers}: must be a whole number from 0 up, the DataLoader's own")
         self._batches = batches
         self._distance = max(1, num_workers)
 
