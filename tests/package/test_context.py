@@ -105,24 +105,10 @@ def test_steps_are_whole_numbers(rank_2_of_4: RankContext, records: list[LogReco
     assert {type(records[0].step), type(records[0].num_steps)} == {int}
 
 
-@pytest.mark.parametrize(
-    ("number", "shown"),
-    [
-        (math.nan, "nan"),
-        (torch.tensor([1, 2]), "tensor([1, 2])"),
-        pytest.param("x" * 100_000, "'xxx", id="long"),
-    ],
-)
-@pytest.mark.parametrize("name", ["step", "num_steps"])
-def test_other_steps_are_refused_with_a_short_message(
-    rank_2_of_4: RankContext, records: list[LogRecord], name: str, number: Any, shown: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"^log\({name}=") as refused:
-        rank_2_of_4.log({"loss": 1.0}, **{name: number})
-    assert shown in str(refused.value)
-    assert len(str(refused.value)) < 400
-    assert records == []
-    assert rank_2_of_4.progress.num_moves == 0
+def test_a_refused_step_is_no_sign_of_life(rank_2_of_4: RankContext, records: list[LogRecord]) -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        rank_2_of_4.log({"loss": 1.0}, step=math.nan)  # type: ignore[arg-type]
+    assert (records, rank_2_of_4.progress.num_moves) == ([], 0)
 
 
 def test_log_outside_a_gang_goes_to_the_logger(caplog: pytest.LogCaptureFixture) -> None:

@@ -317,7 +317,7 @@ class RankContext:
             num_steps: Total number of steps, for the progress bar. None: unknown.
 
         Raises:
-            ValueError: `step` or `num_steps` is not a whole number of up to 64 bits.
+            ValueError: `step` or `num_steps` is NaN. What is no number raises `TypeError` or torch's `RuntimeError`.
         """
         record = LogRecord.of(self.rank, self._num_logged if step is None else step, num_steps, metrics)
         self._num_logged += 1

@@ -149,16 +149,12 @@ class LogRecord:
     than the steps of earlier records."""
 
     @classmethod
-    def of(cls, rank: int, step: object, num_steps: object, metrics: Mapping[str, Any]) -> Self:
-        """Return the record of a call of `log`.
-
-        Raises:
-            ValueError: `step` or `num_steps` is not a whole number of up to 64 bits.
-        """
+    def of(cls, rank: int, step: Any, num_steps: Any, metrics: Mapping[str, Any]) -> Self:
+        """Return the record of a call of `log`. Raises the error of `int` for a step that is no number."""
         return cls(
             rank=rank,
-            step=_whole("step", step),
-            num_steps=None if num_steps is None else _whole("num_steps", num_steps),
+            step=int(step),
+            num_steps=None if num_steps is None else int(num_steps),
             time=time.time(),
             metrics={str(name): _plain(value) for name, value in metrics.items()},
         )
@@ -365,12 +361,3 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return exact(value)
     return value
-
-
-def _whole(name: str, value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(
-            f"log({name}={reprlib.repr(value)}): must be a whole number, or a tensor that holds one ({error})"
-        ) from error
