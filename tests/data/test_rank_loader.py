@@ -209,16 +209,9 @@ def test_loader_workers_draw_alike_in_the_same_place_alone() -> None:
         ({"num_items": 99}, "num_items=99, but now there is num_items=100"),
         ({"seed": 4}, "seed=4, .* seed=3"),
         ({"shuffle": False}, "shuffle=False"),
-        ({"num_seen": -1}, r"num_seen=-1\): must be a whole number from 0 to 100"),
-        ({"num_seen": 101}, r"num_seen=101\): must"),
-        ({"num_seen": 1.0}, r"num_seen=1\.0\): must"),
-        ({"epoch": -1}, r"epoch=-1\): must be a whole number from 0 up"),
-        ({"epoch": None}, r"epoch=None\): must"),
     ],
 )
-def test_a_state_of_another_order_or_position_is_refused_and_changes_nothing(
-    changed: dict[str, Any], said: str
-) -> None:
+def test_a_state_of_another_order_is_refused_and_changes_nothing(changed: dict[str, Any], said: str) -> None:
     (loader,) = gang(1)
     take([loader], 2)
     before = loader.state_dict()

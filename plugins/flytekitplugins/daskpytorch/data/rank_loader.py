@@ -298,11 +298,6 @@ class RankLoader:
                 "saved position is of no use. The likely cause is that the data or the seed changed between two "
                 "starts; give the same ones, or start from the beginning."
             )
-        rules = {
-            "epoch": _whole(range(2**63), "a whole number from 0 up"),
-            "num_seen": _whole(range(self.num_items + 1), f"a whole number from 0 to {self.num_items}"),
-        }
-        Problems("RankLoader", SimpleNamespace(epoch=state["epoch"], num_seen=state["num_seen"]), rules).raise_any()
         self.epoch, self.num_seen, self._loop = state["epoch"], state["num_seen"], object()
 
     def _order(self) -> dict[str, Any]:
