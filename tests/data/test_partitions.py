@@ -1,9 +1,10 @@
 """Each rank gets its share of the partitions."""
 
 import itertools
-import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flytekitplugins.daskpytorch.data.partitions import share_out
 
@@ -23,14 +24,8 @@ def test_a_rank_gets_its_workers_partitions_up_to_an_even_share(held: list[set[i
     assert share_out(sum(map(len, shares)), held) == shares
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_none_is_lost_none_is_twice_and_shares_are_even(seed: int) -> None:
-    chance = random.Random(seed)
-    num_ranks, num_partitions = chance.randint(1, 9), chance.randint(1, 60)
-    held: list[set[int]] = [set() for _ in range(num_ranks)]
-    for partition in range(num_partitions):
-        for rank in chance.sample(range(num_ranks), chance.randint(0, min(2, num_ranks))):
-            held[rank].add(partition)
+@given(num_partitions=st.integers(1, 60), held=st.lists(st.sets(st.integers(0, 59)), min_size=1, max_size=9))
+def test_none_is_lost_none_is_twice_and_shares_are_even(num_partitions: int, held: list[set[int]]) -> None:
     shares = share_out(num_partitions, held)
     assert sorted(itertools.chain(*shares)) == list(range(num_partitions))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

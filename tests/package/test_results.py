@@ -309,14 +309,6 @@ def remote(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert not list((tmp_path / "temporary").glob("daskpytorch-results-*"))
 
 
-def downloaded(results: TaskResults, tmp_path: Path) -> dict[str, bytes]:
-    """The files of the folder, as the next node gets them."""
-    access = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"), DataConfig.auto())
-    folder = tmp_path / "downloaded"
-    access.get_data(results.folder, str(folder), is_multipart=True)
-    return files(folder)
-
-
 def fail(results: TaskResults, error: Exception) -> None:
     """As a gang does that has submitted something."""
     with results.received() as received:
@@ -341,7 +333,8 @@ def test_a_folder_that_nobody_filled_is_made_only_if_it_is_wanted(
     else:
         files_there.invalidate_cache()
         assert files_there.exists(results.folder)  # of which older s3fs makes no folder, though
-        assert downloaded(results, tmp_path) == {}
+        results._execution._ctx.file_access.get_data(results.folder, str(tmp_path / "downloaded"), is_multipart=True)
+        assert files(tmp_path / "downloaded") == {}
 
 
 @pytest.mark.usefixtures("remote")
