@@ -108,12 +108,7 @@ A shorter gang spends most of its time on the start.
 BILL = ("gpu_hours", "core_hours", "trained_hours", "cost")
 MAX_BITS = sys.float_info.max_exp - 1
 """Bits of a whole number, with which each is below the largest float."""
-PLAIN: Mapping[type, Callable[[Any], Any]] = {
-    bool: bool,
-    int: int.__int__,
-    float: float.__float__,
-    str: str.__str__,
-}
+PLAIN: Mapping[type, Callable[[Any], Any]] = {bool: bool, int: int.__int__, float: float.__float__, str: str.__str__}
 """Types that every process can unpickle, and functions that make their subclasses plain."""
 
 

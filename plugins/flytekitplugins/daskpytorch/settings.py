@@ -68,12 +68,7 @@ class Keep:
     """
 
     def __post_init__(self) -> None:
-        rules = {
-            "last": checks.COUNT,
-            "best": checks.whole(0),
-            "metric": checks.optional(NAME),
-            "mode": checks.MODE,
-        }
+        rules = {"last": checks.COUNT, "best": checks.whole(0), "metric": checks.optional(NAME), "mode": checks.MODE}
         problems = checks.Problems("Keep", self, rules)
         has_best = checks.is_whole(self.best, 1)
         problems.unless(not has_best or self.metric is not None, "best", "0 if metric is None")
@@ -394,12 +389,7 @@ class EarlyStopping:
     """Number of epochs, from 1 up, that every model trains before its first comparison."""
 
     def __post_init__(self) -> None:
-        rules = {
-            "metric": NAME,
-            "mode": checks.MODE,
-            "reduction_factor": checks.whole(2),
-            "grace_period": checks.COUNT,
-        }
+        rules = {"metric": NAME, "mode": checks.MODE, "reduction_factor": checks.whole(2), "grace_period": checks.COUNT}
         problems = checks.Problems("EarlyStopping", self, rules)
         checks.check_direction(problems, self.metric, self.mode)
         problems.raise_any()

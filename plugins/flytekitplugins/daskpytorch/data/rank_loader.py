@@ -42,11 +42,7 @@ class Labelled(Protocol):
 
 
 def split_by_class(
-    dataset: Labelled | Sequence[int],
-    held_out: float = 0.2,
-    seed: int = 0,
-    *,
-    contents: Sequence[str] | None = None,
+    dataset: Labelled | Sequence[int], held_out: float = 0.2, seed: int = 0, *, contents: Sequence[str] | None = None
 ) -> tuple[list[int], list[int]]:
     """Split a dataset into training and held-out items, with the same share of every class.
 

@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flytekitplugins.daskpytorch.process.streams import one_line
-from flytekitplugins.daskpytorch.report.pieces import (
-    LARGE,
-    NUM_COLOURS,
-    Tone,
-    cells_table,
-    element,
-    name_of,
-    text_of,
-)
+from flytekitplugins.daskpytorch.report.pieces import LARGE, NUM_COLOURS, Tone, cells_table, element, name_of, text_of
 
 __all__ = ["Curve", "Event", "duration", "line_chart", "timeline"]
 
