@@ -94,11 +94,10 @@ logger = logging.getLogger(__name__)
 Decoder = Literal["pil", "tensor"]
 OnError = Literal["raise", "skip"]
 OF_ONE_PICTURE = (BrokenImageError, DamagedTransferError, FileNotFoundError)
-WHOLE = checks.must_be("a whole number from 1 up", lambda value: checks.is_whole(value, 1, 2**62))
 RULES = {
     "decoder": checks.must_be("'pil' or 'tensor'", lambda value: value in ("pil", "tensor")),
     "on_error": checks.must_be("'raise' or 'skip'", lambda value: value in ("raise", "skip")),
-    "num_connections": WHOLE,
+    "num_connections": checks.COUNT,
     "timeout": checks.SECONDS,
     "num_retries": checks.whole(0),
 }
@@ -238,10 +237,7 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """
         self._import_decoder()
         index = range(len(self))[index]
-        outcome = self._decode(index, self._reader.fetch(self._files[index]))
-        if isinstance(outcome, Exception):
-            raise outcome
-        return self._item(index, outcome)
+        return self._item(index, self._decode(index, self._reader.fetch(self._files[index])))
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return the pictures with these indices and their labels, without skipped ones. Called by `DataLoader`.
@@ -254,9 +250,9 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         """
         self._import_decoder()
         bodies = self._reader.bodies(self._files, indices, ahead_of(indices))
-        outcomes = self._reader.decoders.map(self._decode, indices, bodies)
         try:
-            pictures = [(index, self._judged(outcome)) for index, outcome in zip(indices, outcomes, strict=True)]
+            decoded = self._reader.decoders.map(self._decode_or_skip, indices, bodies)
+            pictures = list(zip(indices, decoded, strict=True))
         finally:
             for body in bodies:
                 body.cancel()  # after an exception
@@ -276,21 +272,21 @@ class S3ImageFolder(Dataset[tuple[Any, Any]]):
         if self._decoder == "tensor":
             _torchcodec()
 
-    def _decode(self, index: int, body: Future[bytes]) -> Image | Tensor | Exception:
+    def _decode(self, index: int, body: Future[bytes]) -> Image | Tensor:
         try:
             return decode(body.result(), self._decoder)
         except BrokenImageError as error:
-            return BrokenImageError(f"{self._uri(index)} cannot be decoded: {error}. on_error='skip' leaves it out")
-        except OF_ONE_PICTURE as error:
-            return error
+            what = f"{self._uri(index)} cannot be decoded: {error}. on_error='skip' leaves it out"
+            raise BrokenImageError(what) from error.__cause__
 
-    def _judged(self, outcome: Image | Tensor | Exception) -> Image | Tensor | None:
-        if not isinstance(outcome, Exception):
-            return outcome
-        if self._on_error == "raise":
-            raise outcome
-        logger.warning("skipped: %s", outcome)
-        return None
+    def _decode_or_skip(self, index: int, body: Future[bytes]) -> Image | Tensor | None:
+        try:
+            return self._decode(index, body)
+        except OF_ONE_PICTURE as error:
+            if self._on_error == "raise":
+                raise
+            logger.warning("skipped: %s", error)
+            return None
 
     def _item(self, index: int, picture: Image | Tensor) -> tuple[Any, Any]:
         target = self.targets[index]

@@ -82,12 +82,11 @@ def line_chart(
             for i, (name, points) in enumerate(drawn.items())
         ],
     }
+    legend = "".join(_legend(i, *item, chosen.get(item[0])) for i, item in enumerate(drawn.items()))
     marked = "; ".join(f"{words} at {x_label} {text_of(x)}" for x, words in marks[-MAX_MARKS:])
     content = (
         element("header", element("figcaption", f"{text_of(name_of(title))} <small>by {text_of(x_label)}</small>"))
-        + element(
-            "ul", "".join(_legend(i, *item, chosen.get(item[0])) for i, item in enumerate(drawn.items())), "dpt-legend"
-        )
+        + element("ul", legend, "dpt-legend")
         + element("div", "", "dpt-plot", role="img", tabindex=0, aria_label=f"{name_of(title)} by {x_label}")
         + (element("p", f"┆ {text_of(marked)}", "dpt-soft dpt-text") if marks else "")
         + f'<script type="application/json">{_json(data)}</script>'
