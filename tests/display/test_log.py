@@ -66,11 +66,7 @@ STOPPED = StoppedEarlyError("others are better", epoch=1, metric="loss", value=1
     ],
 )
 def test_level_is_that_of_flyte_and_a_failure_is_an_error(
-    level: str,
-    error: Exception,
-    events: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    level: str, error: Exception, events: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(streams.LEVEL_VARIABLE, level)
     observer = begun()

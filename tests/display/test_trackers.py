@@ -153,9 +153,7 @@ def test_event_files_have_histograms_and_pictures(tmp_path: Path) -> None:
     assert (len(value.bucket), value.bucket_limit[-1]) == (64, 1.0)
 
 
-def test_event_files_say_why_a_training_failed_and_an_attempt_that_begins_anew_hides_its_points(
-    tmp_path: Path,
-) -> None:
+def test_event_files_say_why_a_training_failed_and_an_attempt_that_begins_anew_hides_its_points(tmp_path: Path) -> None:
     failed = begun(board(tmp_path, name="mine"))
     losses(failed, range(3), 1.0)
     To(failed).ended(GangError("rank 1 failed"))
@@ -208,11 +206,7 @@ def test_mlflow_run_has_numbers_texts_pictures_parameters_and_the_end(flow: Flow
     with Image.open(flow.client.download_artifacts(run.info.run_id, str(file))) as image:
         assert image.size == (3, 2)
     tags = {name: run.data.tags[name] for name in ("team", "note", "daskpytorch.execution")}
-    assert tags == {
-        "team": "names",
-        "note": "slow",
-        "daskpytorch.execution": "https://flyte.example/f3a",
-    }
+    assert tags == {"team": "names", "note": "slow", "daskpytorch.execution": "https://flyte.example/f3a"}
 
 
 def test_mlflow_runs_of_many_models_are_nested_in_one(flow: Flow) -> None:

@@ -90,8 +90,7 @@ def test_steps_count_all_earlier_calls_unless_given(rank_2_of_4: RankContext, re
 
 
 @pytest.mark.parametrize(
-    ("given", "epoch"),
-    [(3, 3), (2.7, 2), (True, 1), (-1, -1), (math.nan, None), (math.inf, None), ("3", None)],
+    ("given", "epoch"), [(3, 3), (2.7, 2), (True, 1), (-1, -1), (math.nan, None), (math.inf, None), ("3", None)]
 )
 def test_the_epoch_is_what_can_be_counted(given: object, epoch: int | None) -> None:
     assert LogRecord(rank=0, step=0, num_steps=None, time=0.0, metrics={"epoch": given}).epoch == epoch

@@ -249,9 +249,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
     return sent
 
 
-def test_text_goes_as_utf_8_and_bytes_as_they_are_with_signs_of_life(
-    submitted: list[tuple[str, bytes]],
-) -> None:
+def test_text_goes_as_utf_8_and_bytes_as_they_are_with_signs_of_life(submitted: list[tuple[str, bytes]]) -> None:
     handler = DaskResultsHandler("key")
     handler.submit_result("a", "ü")
     handler.submit_result("b", b"\xff")

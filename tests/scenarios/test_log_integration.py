@@ -43,13 +43,7 @@ def test_a_task_with_a_fault_says_objects_only(tmp_path: Path) -> None:
     assert all({"time", "level", "event", "host"} <= line.keys() for line in lines)
     events = [line["event"] for line in lines]
     assert events[0] == "began"
-    assert [events.count(event) for event in ("placed", "formed", "restarted", "ended", "concluded")] == [
-        2,
-        2,
-        1,
-        1,
-        1,
-    ]
+    assert [events.count(event) for event in ("placed", "formed", "restarted", "ended", "concluded")] == [2, 2, 1, 1, 1]
     outputs = {(line["attempt"], line["rank"], line["text"]) for line in lines if line["event"] == "output"}
     assert outputs == {(0, rank, "from step 0") for rank in (0, 1)} | {(1, rank, "from step 3") for rank in (0, 1)}
     [restarted] = [line for line in lines if line["event"] == "restarted"]

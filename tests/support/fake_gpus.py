@@ -16,14 +16,7 @@ from processes import PRELOAD, dask_cluster, nothing_left_behind
 
 LIBRARY = Path(__file__).with_name("fake_nvml")
 """Folder with a module `pynvml` that answers as tests describe."""
-SOUND = {
-    "ecc": 0,
-    "remap_pending": 0,
-    "remap_failed": 0,
-    "recovery": 0,
-    "used": 600 << 20,
-    "total": 80 << 30,
-}
+SOUND = {"ecc": 0, "remap_pending": 0, "remap_failed": 0, "recovery": 0, "used": 600 << 20, "total": 80 << 30}
 """Answers of NVML about a GPU without faults."""
 PRETEND = """
 import os

@@ -190,11 +190,5 @@ def texts(number: int = 4) -> list[dict[str, torch.Tensor]]:
 
 
 EXAMPLES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    example.__name__: example
-    for example in (
-        lightning_trainer,
-        lightning_fabric,
-        accelerate,
-        transformers,
-    )
+    example.__name__: example for example in (lightning_trainer, lightning_fabric, accelerate, transformers)
 }

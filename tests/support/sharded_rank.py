@@ -18,12 +18,7 @@ class Rank:
     """A rank's checkpoints, and what it has reported."""
 
     def __init__(
-        self,
-        base: Path | str,
-        start: Sequence[CheckpointEntry] = (),
-        *,
-        attempt: int = 0,
-        token: str | None = None,
+        self, base: Path | str, start: Sequence[CheckpointEntry] = (), *, attempt: int = 0, token: str | None = None
     ) -> None:
         self.base = str(base)
         self.attempt = attempt

@@ -15,14 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flows.arithmetic import shifted
-from flytekitplugins.daskpytorch import (
-    DaskDDP,
-    Gang,
-    MLflow,
-    TensorBoard,
-    Wandb,
-    current_rank,
-)
+from flytekitplugins.daskpytorch import DaskDDP, Gang, MLflow, TensorBoard, Wandb, current_rank
 from flytekitplugins.daskpytorch.results import DaskResultsHandler
 
 handler = DaskResultsHandler()
