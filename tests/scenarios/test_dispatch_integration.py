@@ -132,11 +132,12 @@ def test_an_agent_does_not_wait_for_its_workers_event_loop() -> None:
     assert not worker.plugins  # and the worker could close
 
 
-def test_a_worker_that_is_closing_counts_no_more(client: Client) -> None:
+def test_a_worker_that_is_closing_counts_no_more(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     found = client.scheduler_info()
     leaving, *staying = found["workers"]
     found["workers"][leaving]["status"] = "closing_gracefully"
-    assert list(dask_agents._addresses(client, found)) == staying
+    monkeypatch.setattr(dask_agents.cluster, "identity", lambda *_: found)
+    assert list(dask_agents.DaskAgents(client).workers) == staying
 
 
 def imports_torch(server: psutil.Process) -> bool:

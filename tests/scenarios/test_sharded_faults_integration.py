@@ -20,7 +20,7 @@ from flytekitplugins.daskpytorch import current_rank
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from gangs import Notes, on_this_machine
 from processes import small_disk, until
-from seaweed import Keys, Weed
+from seaweed import Weed
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -99,13 +99,13 @@ def test_rank_that_is_killed_in_a_save_costs_no_more_than_that_save(tmp_path: Pa
 
 @pytest.fixture
 def bucket(weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """Has driver and ranks speak for somebody, by way of an endpoint; the URI."""
+    """Has driver and ranks reach it by an endpoint; the URI."""
     weed.make_bucket("faults")
 
-    def enter(keys: Keys | None = None, endpoint: str = "") -> str:
-        for name, value in weed.env(keys, endpoint).items():
+    def enter(endpoint: str) -> str:
+        for name, value in weed.env(endpoint).items():
             monkeypatch.setenv(name, value)
-        S3FileSystem.clear_instance_cache()  # what it has opened before speaks for somebody else
+        S3FileSystem.clear_instance_cache()  # what it has opened before knows another endpoint
         return f"s3://faults/{tmp_path.name}"
 
     yield enter
@@ -116,7 +116,7 @@ def bucket(weed: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def test_storage_that_fails_while_shards_are_written_or_committed_costs_a_line(
     proxy: FaultProxy, bucket: Callable[..., str], fault: Fault
 ) -> None:
-    uri = bucket(endpoint=proxy.endpoint)
+    uri = bucket(proxy.endpoint)
     for key, times in ((".distcp", 3), (".metadata", 1), ("manifest.json", 1)):
         proxy.fail(fault, key=key, times=times, methods=("PUT", "POST"))
     futures, notes = run(uri, 3)
@@ -135,7 +135,7 @@ def save_and_fail() -> None:
 def test_gang_that_fails_waits_for_its_newest_checkpoint_to_reach_slow_storage(
     proxy: FaultProxy, bucket: Callable[..., str]
 ) -> None:
-    uri = bucket(endpoint=proxy.endpoint)
+    uri = bucket(proxy.endpoint)
     proxy.fail(late(1.0), methods=("PUT",))
     with pytest.raises(LookupError, match="no such label"):
         on_this_machine(save_and_fail, checkpoint_uri=uri, max_restarts=0, grace_period=100.0).result()
