@@ -262,11 +262,10 @@ class OnOwnNode(InRanks):
     def _get_ready(self) -> None:
         fork_client.connect().close()  # the server imports while this process does
 
-    @contextlib.contextmanager
-    def _launcher(self) -> Iterator[AgentLauncher]:
+    def _launcher(self) -> AbstractContextManager[AgentLauncher]:
         from flytekitplugins.daskpytorch.node.agent import OwnNode
 
-        yield OwnNode()
+        return contextlib.nullcontext(OwnNode())
 
     def _num_ranks_per_worker(self) -> int:
         from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
