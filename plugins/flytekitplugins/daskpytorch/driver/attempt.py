@@ -13,7 +13,7 @@ from flytekitplugins.daskpytorch.driver.agents import Peer
 from flytekitplugins.daskpytorch.driver.blame import find_root_failure
 from flytekitplugins.daskpytorch.errors import GangStartError
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
-from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Exited, Question, Tell, ToAgent
+from flytekitplugins.daskpytorch.protocol.messages import Answer, Ask, Question, Tell, ToAgent
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 
 NONE = pickle.dumps(None)
@@ -105,10 +105,6 @@ class Attempt:
         return not all(exit_.is_consequence for exit_ in self._bad_exits.values())
 
     @property
-    def has_own_failure(self) -> bool:
-        return self.has_independent_failure and not self.root_failure().is_infrastructure
-
-    @property
     def faulty(self) -> set[str]:
         return {exit_.worker for exit_ in self._bad_exits.values() if exit_.gpu_fault}
 
@@ -138,13 +134,18 @@ class Attempt:
     def exit_of_survivor(self, rank: int) -> RankExit:
         return self._exit(rank, exitcode=1, log_tail="", time=time.time())
 
-    def note_exit(self, exited: Exited) -> None:
-        self._note(**vars(exited))
+    def note_exit(self, rank: int, **how: Any) -> None:
+        self.exits[rank] = exit_ = self._exit(rank, **how)
+        if self.is_program and exit_.exitcode == 0:  # by `os._exit`
+            self.results.setdefault(rank, NONE)
+        if rank not in self.results or (self.is_program and exit_.exitcode and not exit_.stopped):
+            self._bad_exits[rank] = exit_
+        self.on_over(rank, None)
 
     def lose(self, worker: str, agent_traceback: str | None = None) -> None:
         for rank in self.ranks_of.get(worker, ()):
             if rank not in self.exits:
-                self._note(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
+                self.note_exit(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
 
     def unaccounted(self) -> set[str]:
         return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
@@ -171,14 +172,6 @@ class Attempt:
             "importing the function's module takes too long: raise Gang(start_timeout=...). Their log may say more.",
             rank=min(missing),
         )
-
-    def _note(self, rank: int, **how: Any) -> None:
-        self.exits[rank] = exit_ = self._exit(rank, **how)
-        if self.is_program and exit_.exitcode == 0:  # by `os._exit`
-            self.results.setdefault(rank, NONE)
-        if rank not in self.results or (self.is_program and exit_.exitcode and not exit_.stopped):
-            self._bad_exits[rank] = exit_
-        self.on_over(rank, None)
 
     def _exit(self, rank: int, **how: Any) -> RankExit:
         place, node = self.places[rank]

@@ -78,10 +78,9 @@ class StopRequest:
 
     def explains(self, attempt: Attempt) -> bool:
         """Return True if the attempt has ended by the request: no rank has failed by itself, except by the signal."""
-        if not attempt.has_own_failure:
+        if not attempt.has_independent_failure or (root := attempt.root_failure()).is_infrastructure:
             return True
-        failure = attempt.root_failure().failure
-        return self.has_signalled and (failure is None or failure.type_name in SIGNALS)
+        return self.has_signalled and (root.failure is None or root.failure.type_name in SIGNALS)
 
 
 SCHEDULER_LOST = "the Dask scheduler was lost"
@@ -196,7 +195,7 @@ class GangState:
         match message:
             case messages.Exited(rank):
                 if (attempt := self._attempt_of(peer, rank)) is not None:
-                    attempt.note_exit(message)
+                    attempt.note_exit(**vars(message))
             case messages.Broken(text):
                 peer.traceback = text
             case messages.Leaving():

@@ -233,26 +233,23 @@ class Claim:
         try:  # a name without a file, which the kernel frees however the process ends
             self._lock.bind(f"\0daskpytorch-{os.geteuid()}-{_digest_of_place(self.paths.files, own)}")
         except OSError as error:
-            holder: Mapping[str, Any] = {}
+            other: Mapping[str, Any] = {}
             with contextlib.suppress(Exception):  # any error of a store's client
-                holder = self._read() or {}
+                other = self._read() or {}
             raise GangStartError(
-                f"{own} is in use by {_told(holder)}: two gangs would remove each other's checkpoints. "
+                f"{own} is in use by {_told(other)}: two gangs would remove each other's checkpoints. "
                 "Wait for its end, or give this gang another Gang(key=...) or Gang(checkpoint_uri=...)."
             ) from error
         try:
-            self._write()
+            if (holder := self._read()) is not None:
+                say(f"{own}: taken over from {_told(holder)}, which writes nothing more there")
+            self.paths.files.write(self._path, json.dumps(self._about).encode())
+            self._is_written = True
         except Exception as error:  # any error of a store's client: the gang works without a claim
             say(
                 f"{own} could not be claimed ({type(error).__name__}: {error}). Make sure that no other gang has the "
                 "same key and checkpoint_uri: two such gangs would remove each other's checkpoints."
             )
-
-    def _write(self) -> None:
-        if (holder := self._read()) is not None:
-            say(f"{self.paths.own}: taken over from {_told(holder)}, which writes nothing more there")
-        self.paths.files.write(self._path, json.dumps(self._about).encode())
-        self._is_written = True
 
     def release(self) -> None:
         """Remove the claim, unless a newer gang has taken over the folder."""

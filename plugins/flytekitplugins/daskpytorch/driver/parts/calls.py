@@ -73,14 +73,10 @@ class Calls(Part):
 
     # ---- from the caller's threads
 
-    @property
-    def is_open(self) -> bool:
-        return self.end is None and not self.is_closed
-
     def ask(self, call: StayingCall) -> bool:
         """Queue a call. Return False if the gang is closed or has ended."""
         with self._lock:
-            if not self.is_open:
+            if self.is_closed or self.end is not None:
                 return False
             self.open[call.number] = call
             self._waiting.append(call)

@@ -82,19 +82,16 @@ class Debugger(Part):
                 self._post(partial(self._tell_user, rank, prompt))
                 return
             self._is_talking, is_shown = True, threading.Event()
-            self._post(partial(self._show, rank))
+            self._post(partial(self._observers.tell, journal.Prompted(rank=rank)))
             self._post(is_shown.set)
             is_shown.wait(END_TIME)  # other lines must not mix with pdb's
             has_left = False
             with contextlib.suppress(OSError, termios.error):  # the rank has ended, or has another terminal
                 has_left = talk(Path(folder), rank)
             self._is_talking = False
-            self._post(partial(self._show, None))
+            self._post(partial(self._observers.tell, journal.Prompted(rank=None)))
         if has_left:
             self._post(partial(self._tell_user, rank, prompt))
-
-    def _show(self, rank: int | None) -> None:
-        self._observers.tell(journal.Prompted(rank=rank))
 
     def _tell_user(self, rank: int, prompt: Debugged) -> None:
         places = self._attempt.places
