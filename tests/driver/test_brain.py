@@ -709,16 +709,6 @@ def test_worker_whose_gpu_has_failed_is_left_out_where_another_worker_is_there(w
     assert world.results == [0, 1]
 
 
-def test_smaller_gang_leaves_the_worker_whose_gpu_has_failed_out_for_good(world_of: MakeWorld) -> None:
-    world = on_gpus(world_of(max_restarts=1, min_workers=1), ("GPU-a",), ("GPU-b",))
-    world.train()
-    end_by_gpu(world, W2, 1)
-    assert gpus_of(world) == {W1: ["0"]}
-    world.train(3)
-    world.wait(3.0)
-    assert len(world.starts) == 2
-
-
 def test_gpu_that_has_failed_is_tried_again_where_no_other_is_there_and_costs_a_restart(world_of: MakeWorld) -> None:
     world = on_gpus(world_of(max_restarts=1), ("GPU-a",), ("GPU-b",))
     end_by_gpu(world, W2, 1)

@@ -62,12 +62,6 @@ def test_the_others_of_a_rank_at_its_prompt_are_not_hung(world: World) -> None:
     assert stopped(world)
 
 
-def test_a_rank_that_waits_for_an_editor_is_never_hung(world: World) -> None:
-    say(world, 0, Debugged("waits for a debugger"))
-    world.wait(1_000.0)
-    assert not stopped(world)
-
-
 def test_ranks_may_be_debugged_while_they_are_imported(tmp_path: Path) -> None:
     world = World(tmp_path, start_timeout=60.0)
     world.join_all()

@@ -264,20 +264,9 @@ def test_a_training_without_checkpoints_is_told(world_of: MakeWorld) -> None:
     assert "no checkpoint was kept, so none was evaluated" in world.watcher.notes[-1]
 
 
-class MoodyFiles(Files):
-    """A file system that may fail."""
-
-    fails = False
-
-    def write(self, path: str, data: bytes) -> None:
-        if self.fails:
-            raise OSError("the storage is not in the mood")
-        super().write(path, data)
-
-
 @pytest.fixture
 def paths(tmp_path: Path) -> StoragePaths:
-    return StoragePaths(files=MoodyFiles(LocalFileSystem()), previous=None, own=str(tmp_path / "own"))
+    return StoragePaths(files=Files(LocalFileSystem()), previous=None, own=str(tmp_path / "own"))
 
 
 def named(paths: StoragePaths) -> list[CheckpointEntry]:
@@ -285,20 +274,6 @@ def named(paths: StoragePaths) -> list[CheckpointEntry]:
     found = manifest.read(paths.files, paths.own)
     assert found is not None
     return found
-
-
-def test_the_last_metrics_reach_storage_that_fails_twice_at_the_end(world_of: MakeWorld, paths: StoragePaths) -> None:
-    world, files = world_of(storage=paths), paths.files
-    assert isinstance(files, MoodyFiles)
-    world.save_shards()
-    world.end_evaluation()
-    files.fails = True
-    for _ in range(2):
-        world.jobs.do(world.jobs.jobs[0])
-    files.fails = False
-    while jobs := world.jobs.jobs:
-        world.jobs.do(jobs[0])
-    assert [(entry.is_evaluated, entry.metrics["held_out"]) for entry in named(paths)] == [(True, 0.0)]
 
 
 def test_a_sharded_checkpoint_gets_its_metrics_in_storage_and_stays_while_it_is_judged(
