@@ -11,7 +11,7 @@ from typing import Literal
 from flytekitplugins.daskpytorch.errors import GangError, GangStartError, WorkerLostError
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder
-from flytekitplugins.daskpytorch.protocol.messages import Close, Hello, ToAgent
+from flytekitplugins.daskpytorch.protocol.messages import Hello, ToAgent
 from flytekitplugins.daskpytorch.protocol.placement import Node, worker_order
 
 MAX_SILENCE = 15.0
@@ -231,8 +231,3 @@ class Agents:
             f"and no others came within {timeout:g} s. Lower "
             f"Gang(min_workers=...) to go on with fewer, or raise start_timeout. Failures so far:\n{told}"
         )
-
-    def dismiss_leaving(self) -> None:
-        """Each leaving worker waits for its agent's end."""
-        for worker in self.leaving:
-            self.peers[worker].send(Close())

@@ -141,7 +141,7 @@ class Brain:
         if request is not None and request.has_signalled:
             if request.heeding.isdisjoint(attempt.running):
                 self._let_leave(attempt)
-            return request.has_been_obeyed(attempt)
+            return self._now() >= request.deadline or attempt.exits.keys() >= request.heeding
         if attempt.is_failing:
             return self._is_understood(attempt)
         if attempt.has_delivered:
@@ -294,7 +294,8 @@ class Brain:
 def start_attempt(state: GangState, number: int, code: Code) -> Attempt:
     """`ValueError`: driver and workers differ in a package's version, or the workers do not suit the settings."""
     request, settings, agents = state.request, state.request.settings, state.agents
-    agents.dismiss_leaving()
+    for worker in agents.leaving:  # each waits for its agent's end
+        agents.peers[worker].send(messages.Close())
     nodes = agents.best_nodes()
     check_versions(nodes)
     places = placement.place_ranks(nodes, request.ranks_per_worker, settings.devices)

@@ -73,9 +73,6 @@ class StopRequest:
         """The request's signal, as far as programs see it."""
         return SIGINT if self.is_awaited else SIGTERM
 
-    def has_been_obeyed(self, attempt: Attempt) -> bool:
-        return attempt.clock() >= self.deadline or attempt.exits.keys() >= self.heeding
-
     def explains(self, attempt: Attempt) -> bool:
         """Return True if the attempt has ended by the request: no rank has failed by itself, except by the signal."""
         if not attempt.has_independent_failure or (root := attempt.root_failure()).is_infrastructure:
