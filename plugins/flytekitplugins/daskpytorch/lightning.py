@@ -13,7 +13,6 @@ import pickle
 import random
 import sys
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -88,10 +87,7 @@ class GangCallback(Checkpoint):  # type: ignore[misc]
         self._validated_step = -1
         self._evaluating = contextlib.ExitStack()
         self._num_steps: int | None = None
-
-    @cached_property
-    def _kept(self) -> KeptFiles:
-        return KeptFiles()
+        self._kept = KeptFiles()
 
     @property
     def ckpt_path(self) -> str | None:

@@ -8,7 +8,6 @@ trainer.train(resume_from_checkpoint=gang.resume_from_checkpoint)
 from __future__ import annotations
 
 import contextlib
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,7 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self._evaluating = contextlib.ExitStack()
-
-    @cached_property
-    def _kept(self) -> KeptFiles:
-        return KeptFiles()
+        self._kept = KeptFiles()
 
     @property
     def resume_from_checkpoint(self) -> str | None:

@@ -174,18 +174,19 @@ def keep_files(folder: Path, step: int, own: Iterable[str] = (), metrics: Mappin
 class KeptFiles:
     """Files of the checkpoint that this attempt starts from. All ranks of a worker share one copy."""
 
-    def __init__(self) -> None:
-        self.folder: Path | None = None
-        """None on a start without a checkpoint, and after `remove`."""
-        self._own: TemporaryDirectory[str] | None = None
+    _own: TemporaryDirectory[str] | None = None
+
+    @functools.cached_property
+    def folder(self) -> Path | None:
+        """All ranks must ask for the folder. None on a start without a checkpoint, and after `remove`."""
         rank = current_rank()
         if rank.local_rank == 0 and (state := rank.checkpoint.load()) is not None:
             # The agent removes its folder with these files even after a kill of this rank.
             self._own = TemporaryDirectory(prefix="kept-", dir=getattr(rank.checkpoint, "folder", None))
             _write(Path(self._own.name), state)
         folders: list[str | None] = gathered(None if self._own is None else self._own.name)
-        if (first := folders[rank.rank - rank.local_rank]) is not None:
-            self.folder = Path(first)
+        first = folders[rank.rank - rank.local_rank]
+        return Path(first) if first is not None else None
 
     def remove(self) -> None:
         """Call after all ranks of the worker have read the files."""
