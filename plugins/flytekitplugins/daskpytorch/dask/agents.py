@@ -39,7 +39,6 @@ AGENT_PRIORITY = 1_000
 LOOK_TIMEOUT = 2.0
 FIRST_LOOK_TIMEOUT = 30.0
 LEAVING = {status.name for status in (Status.closing, Status.closing_gracefully, Status.closed)}
-GPUS_TIMEOUT = 30.0
 
 
 class Allotment:
@@ -173,7 +172,7 @@ class DaskAgents:
         known = _known_gpus.setdefault(self._client, {})
         addresses = self.addresses
         if strangers := [address for address in addresses.values() if address not in known]:
-            seconds = min(GPUS_TIMEOUT, gang.start_timeout)
+            seconds = min(FIRST_LOOK_TIMEOUT, gang.start_timeout)
             known |= self._client.sync(_ask_for_gpus, self._client, strangers, seconds)
         # A silent worker may answer when its agent starts. Otherwise an error names the worker then.
         return placement.one_per_gpu({w: known[address] for w, address in addresses.items() if address in known})

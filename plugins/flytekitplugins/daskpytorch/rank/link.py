@@ -37,10 +37,6 @@ MAX_WAITING = 1 << 10
 """Records at which the logging thread sends all itself, and so waits for the agent."""
 
 
-def interval_of(rank: int, world_size: int) -> float:
-    return INTERVAL if rank == 0 else max(INTERVAL_OF_OTHERS, world_size / MAX_MESSAGES)
-
-
 class Records:
     """Sends log records, and other reports that may wait, in groups, but the first after a pause at once.
 
@@ -113,7 +109,8 @@ class GangLink(Link):
         self.has_failed = False
         self.has_reported = False
         self.has_closed_observers = threading.Event()
-        self.records = Records(self.send_records, interval_of(place.rank, place.world_size))
+        others_interval = max(INTERVAL_OF_OTHERS, place.world_size / MAX_MESSAGES)
+        self.records = Records(self.send_records, INTERVAL if self._is_main else others_interval)
         os.register_at_fork(after_in_child=functools.partial(_fall_silent, weakref.ref(self)))
 
     def fall_silent(self) -> None:

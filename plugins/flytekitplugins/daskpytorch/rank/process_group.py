@@ -341,10 +341,6 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
         inputs=[tuple(sizes) for sizes in entry["input_sizes"]],
         outputs=[tuple(sizes) for sizes in entry["output_sizes"]],
         dtypes=entry["input_dtypes"] or entry["output_dtypes"],
-        is_done=_is_done(entry),
+        is_done=bool(entry["retired"]) or entry["state"] == "completed",
         frames=[f'File "{at["filename"]}", line {at["line"]} in {at["name"]}' for at in entry["frames"]],
     )
-
-
-def _is_done(entry: Mapping[str, Any]) -> bool:
-    return bool(entry["retired"]) or entry["state"] == "completed"
