@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed import Client
 
-from flytekitplugins.daskpytorch import Evaluate, Gang, Keep, LogRecord, Shape, current_rank, dispatch
+from flytekitplugins.daskpytorch import Evaluate, Gang, Keep, Shape, current_rank, dispatch
 from gangs import Notes
 from processes import dask_cluster, until
 
@@ -23,17 +23,8 @@ KEEP = Keep(last=1, best=1, metric="distance", mode="min")
 class Seen(Notes):
     """Keeps what a gang has told."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.workers: set[str] = set()
-        self.evaluated: list[LogRecord] = []
-
     def on_start(self, shape: Shape) -> None:
-        self.workers.update(node.worker for node in shape.nodes)
-
-    def on_log(self, record: LogRecord) -> None:
-        if record.is_evaluation:
-            self.evaluated.append(record)
+        self.workers = [node.worker for node in shape.nodes]
 
 
 # ---- A cluster, and sharded checkpoints
@@ -109,8 +100,8 @@ def distance() -> dict[str, float]:
 
 
 def test_a_later_call_evaluates_only_what_is_new(tmp_path: Path) -> None:
-    seen, evaluate = Seen(), Evaluate(distance, workers=0)
-    gang = Gang(keep=KEEP, evaluate=evaluate, observers=(lambda: seen,), checkpoint_uri=str(tmp_path), key="count")
-    for num_steps in (2, 2, 3):
-        assert dispatch.run(None, count, num_steps, gang=gang).result(100.0) == [1]
-    assert [record.step for record in seen.evaluated] == [1, 2, 3]
+    gang = Gang(keep=KEEP, evaluate=Evaluate(distance, workers=0), checkpoint_uri=str(tmp_path), key="count")
+    for num_steps, evaluated in ((2, [1, 2]), (2, []), (3, [3])):
+        futures = dispatch.run(None, count, num_steps, gang=gang)
+        assert futures.result(100.0) == [1]
+        assert [record.step for record in futures.records if record.is_evaluation] == evaluated
