@@ -27,7 +27,6 @@ class Container:
     pod: Object
     address: str
     process: subprocess.Popen[bytes]
-    num_restarts: int = 0
 
     def signal(self, number: int) -> None:
         """Send the main process a signal; with SIGKILL, all of its processes."""
@@ -107,7 +106,6 @@ class Kubelet:
         elif container is not None and phase == "Running" and (code := container.process.poll()) is not None:
             if pod["spec"]["restartPolicy"] == "Always":
                 container.process = self._start(pod, container.address)
-                container.num_restarts += 1
             else:
                 await self._report(pod, "Failed" if code else "Succeeded", exitCode=code)
 

@@ -57,13 +57,13 @@ def kube(image: dict[str, str], tmp_path: Path) -> Iterator[Kube]:
 
 
 @dataclass
-class Execution:
-    """A task that Flyte runs, an attempt after the other; each from the DaskJob that Flyte has made of it."""
+class Training:
+    """The task `counting`, which Flyte runs, an attempt after the other; and what its ranks leave."""
 
     kube: Kube
     storage: Path
     job: dict[str, Any]
-    """As it is in the golden files."""
+    """The DaskJob that Flyte has made of the task, as it is in the golden files."""
     task: PythonTask
     inputs: dict[str, Any]
 
@@ -77,20 +77,8 @@ class Execution:
         self.kube.submit(job)
         return job
 
-
-@dataclass
-class Training:
-    """The task `counting`, and what its ranks leave."""
-
-    execution: Execution
-    traces: Path
-
-    @property
-    def kube(self) -> Kube:
-        return self.execution.kube
-
     def lines(self, rank: int = 0) -> list[dict[str, Any]]:
-        path = self.traces / f"rank-{rank}"
+        path = Path(self.inputs["folder"], f"rank-{rank}")
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait(self, num_lines: int) -> None:
@@ -114,7 +102,7 @@ def counting(kube: Kube, tmp_path: Path, sources: Path, monkeypatch: pytest.Monk
     given = {"folder": str(tmp_path / "traces"), "steps": 100_000, "pace": 0.05, **inputs}
     made = render.golden("examples")["resources"]["examples.more.counting"]
     task = import_module("examples.more").counting
-    return Training(Execution(kube, tmp_path / "storage", made, task, given), tmp_path / "traces")
+    return Training(kube, tmp_path / "storage", made, task, given)
 
 
 @pytest.fixture
@@ -142,7 +130,7 @@ def test_a_job_trains_and_its_cluster_is_gone(
     kube: Kube, tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = counting(kube, tmp_path, sources, monkeypatch, steps=3, pace=0.0)
-    job = training.execution.start()
+    job = training.start()
     until(lambda: len(kube.pods("worker")) == 2, lambda: f"the workers\n{kube.logs()}")
     metadata = [pod["metadata"] for pod in kube.plane.alive("pods")]
     labels = [each["labels"] for each in metadata]
@@ -164,7 +152,7 @@ def test_a_job_trains_and_its_cluster_is_gone(
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_started_again_in_its_pod_and_the_ranks_go_on(training: Training) -> None:
-    training.execution.start()
+    training.start()
     training.wait(10)
     victim = training.lines(1)[0]["pod"]
     training.kube.kill(victim)
@@ -177,7 +165,7 @@ def test_a_worker_that_is_killed_is_started_again_in_its_pod_and_the_ranks_go_on
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["worker evicted", "worker deleted", "scheduler killed"])
 def test_a_worker_that_is_told_to_end_or_a_lost_scheduler_is_a_system_error(how: str, training: Training) -> None:
-    job = training.execution.start()
+    job = training.start()
     training.wait(10)
     if how == "worker evicted":
         training.kube.evict(training.lines(1)[0]["pod"])
@@ -195,13 +183,13 @@ def test_a_worker_that_is_told_to_end_or_a_lost_scheduler_is_a_system_error(how:
 
 @pytest.mark.slow
 def test_a_job_runner_that_is_killed_fails_the_job_and_the_next_attempt_goes_on(training: Training) -> None:
-    first = training.execution.start()
+    first = training.start()
     training.wait(10)
     training.kube.kill(f"{JOB}-runner")
     assert training.kube.ends(JOB) == "Failed"
     training.check_clean()
     done = len(training.lines())
-    training.execution.start(1, str(argument(first, "--checkpoint-path")))
+    training.start(1, str(argument(first, "--checkpoint-path")))
     training.wait(done + 2)
     assert training.lines()[-1]["attempt"] == "1"
     assert training.lines()[-1]["first"] > 1
@@ -211,7 +199,7 @@ def test_a_job_runner_that_is_killed_fails_the_job_and_the_next_attempt_goes_on(
 def test_a_job_runner_that_is_deleted_leaves_the_job_running_and_a_checkpoint_for_the_next_attempt(
     training: Training,
 ) -> None:
-    first = training.execution.start()
+    first = training.start()
     training.wait(10)
     training.kube.drain(f"{JOB}-runner")
     assert is_tried_again_by_flyte(first)  # by what it has left, which Flyte reads at the job's end
@@ -219,7 +207,7 @@ def test_a_job_runner_that_is_deleted_leaves_the_job_running_and_a_checkpoint_fo
     assert training.kube.status(JOB) == "Running"
     assert len(training.kube.pods("worker")) == 2
     done = len(training.lines())
-    training.execution.start(1, str(argument(first, "--checkpoint-path")))
+    training.start(1, str(argument(first, "--checkpoint-path")))
     training.wait(done + 2)
     assert training.lines()[-1]["attempt"] == "1"
     assert training.lines()[-1]["first"] > 10
