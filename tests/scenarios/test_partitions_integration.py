@@ -158,17 +158,8 @@ def test_each_kind_of_collection_has_its_partitions_and_that_of_another_cluster_
 
 
 def test_what_travels_to_ranks_travels_by_the_clusters_own_tls() -> None:
-    with (
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            processes=False,
-            protocol="tls://",
-            security=Security.temporary(),
-            dashboard_address=None,
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    how: Any = {"protocol": "tls://", "security": Security.temporary(), "dashboard_address": None}
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, **how) as made, Client(made) as client:
         futures = client.scatter(list(range(6)), workers=addresses(client)[:1])
         results = dispatch.run(client, read, data.DaskPartitions(client, futures), gang=ONCE).result()
         assert sorted(map(len, results)) == [3, 3]

@@ -13,20 +13,15 @@ from test_challenger import CARD
 from workflows import retrain
 
 
-def checked(page: str) -> str:
-    """The page, which has been parsed, and has what all share once."""
-    assert page.count(shared()) == 1
-    Parts(bare := page.replace(shared(), ""))
-    return bare
-
-
 def test_a_retraining_is_beside_its_champion() -> None:
     history = [
         Promotion(number=number, version=f"v{number}", previous=None, reason="better", at="2026-01-31")
         for number in (1, 2)
     ]
     curves = {"challenger": [(1.0, 2.0), (2.0, 1.5)], "champion": [(1.0, 1.75), (2.0, 1.75)]}
-    page = checked(retrain._page("v2 was promoted", "v2", CARD, history, curves, CARD.comparison))
+    page = retrain._page("v2 was promoted", "v2", CARD, history, curves, CARD.comparison)
+    assert page.count(shared()) == 1
+    Parts(page := page.replace(shared(), ""))
     [chart] = chart_data(page)
     assert [line["name"] for line in chart["lines"] if line["dashed"]] == ["champion"]
     rows = rows_of(page)
