@@ -159,10 +159,6 @@ def test_what_flytekit_says_of_a_plain_task_it_says_of_ours(config: Any, decorat
     assert (found.template.config or {}).get("link_type") == (expected.template.config or {}).get("link_type")
 
 
-def one() -> float:
-    return 0.5
-
-
 def test_a_task_that_another_one_calls_has_its_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     @task(task_config=SpawnDDP())
     def inner(epochs: int) -> None:
@@ -184,7 +180,7 @@ def test_a_task_that_another_one_calls_has_its_own_inputs(monkeypatch: pytest.Mo
 
 
 def test_a_lost_worker_of_a_mapped_gang_is_retried_on_a_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = task(task_config=SpawnDDP())(one)
+    made = make(SpawnDDP())
 
     def lose_a_worker(*_: object) -> LiteralMap:
         raise WorkerLostError("gone")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -103,13 +104,9 @@ def test_an_address_that_is_none_is_named_with_the_setting() -> None:
 
 def test_storage_that_fails_harms_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, said = SweepStorage(str(tmp_path), "grid"), []
-    monkeypatch.setattr(storage.files, "write", lambda *_: _raise(OSError("full")))
+    monkeypatch.setattr(storage.files, "write", Mock(side_effect=OSError("full")))
     model_of(storage, 1, 1).note_end("a result", None, said.append)
     assert said[-1].endswith("(OSError: full); a repeated call trains it again")
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 # ---- Is it the same call?
