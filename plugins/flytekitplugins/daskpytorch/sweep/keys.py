@@ -15,7 +15,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask.base import is_dask_collection
@@ -119,25 +119,23 @@ def _parts_of(client: Client, grouped: Any, by: list[Any], per_worker: int | Non
 # ---- In the ranks
 
 
+@dataclass(eq=False, repr=False)
 class EachKey:
-    def __init__(
-        self,
-        train: Callable[..., Any],
-        by: list[Any],
-        parts: Any,
-        name: str,
-        scheduler: str | None,
-        known: Known,
-    ) -> None:
-        self._train, self._by, self._parts, self._name, self._scheduler = train, by, parts, name, scheduler
-        self._known = known
-        self._source = _source_of(train)
-        self.__qualname__, self.__module__ = name_of(train), train.__module__  # the gang has the function's name
+    train: Callable[..., Any]
+    by: list[Any]
+    parts: Any
+    name: str
+    scheduler: str | None
+    known: Known
+
+    def __post_init__(self) -> None:
+        self.source = _source_of(self.train)
+        self.__qualname__, self.__module__ = name_of(self.train), self.train.__module__  # the gang has this name
 
     def __call__(self) -> None:
-        rank, by, parts = current_rank(), self._by, self._parts
+        rank, by, parts = current_rank(), self.by, self.parts
         share = parts.share() if isinstance(parts, DaskPartitions) else parts[rank.rank :: rank.world_size]
-        results = _Results(client_in_rank(way_to_dask(self._scheduler)), self._name)
+        results = _Results(client_in_rank(way_to_dask(self.scheduler)), self.name)
         for part in share:
             for key, rows in part.groupby(by if len(by) > 1 else by[0], observed=True):
                 if key not in results.done:
@@ -146,12 +144,12 @@ class EachKey:
         results.send()
 
     def _row(self, key: Any, rows: pd.DataFrame) -> Row:
-        digest = _digest(rows, self._source) if self._known is not None else None
-        before, value = (self._known or {}).get(key, (None, b""))
+        digest = _digest(rows, self.source) if self.known is not None else None
+        before, value = (self.known or {}).get(key, (None, b""))
         if digest is not None and digest == before:
             return value, None, digest
         try:
-            return dumps_by_value(self._train(key, rows)), None, digest
+            return dumps_by_value(self.train(key, rows)), None, digest
         except Exception as error:  # any error of the user's function, or of a value that cannot be pickled
             place = traceback.extract_tb(error.__traceback__)[-1]
             return b"", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})", None

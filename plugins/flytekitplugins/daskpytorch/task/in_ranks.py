@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.journal import Training
     from flytekitplugins.daskpytorch.protocol.observer import Observer
     from flytekitplugins.daskpytorch.results import TaskResults
-    from flytekitplugins.daskpytorch.task.config import GangOnDask, GangOnOwnNode
+    from flytekitplugins.daskpytorch.task.config import GangOnDask
     from flytekitplugins.daskpytorch.task.run import Shown
 
 
@@ -270,5 +270,4 @@ class OnOwnNode(InRanks):
     def _num_ranks_per_worker(self) -> int:
         from flytekitplugins.daskpytorch.node.hardware import num_ranks_here
 
-        config: GangOnOwnNode = self.task_config
-        return num_ranks_here(config.nproc, config.gang.backend, self._num_gpus_to_find())
+        return num_ranks_here(self.task_config.nproc, self.task_config.gang.backend, self._num_gpus_to_find())
