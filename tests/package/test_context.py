@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from flytekitplugins.daskpytorch import RankContext, current_rank
-from flytekitplugins.daskpytorch.context import Link, Progress, RankAttempt, StopSignal
+from flytekitplugins.daskpytorch import RankContext, context, current_rank
+from flytekitplugins.daskpytorch.context import Link, RankAttempt, StopSignal
 from flytekitplugins.daskpytorch.records import LogRecord
-from gangs import logging_to
+from gangs import Logged
 
 
 @pytest.fixture
@@ -30,8 +30,10 @@ def records() -> list[LogRecord]:
 @pytest.fixture
 def rank_2_of_4(records: list[LogRecord]) -> Iterator[RankContext]:
     """This process as rank 2 of a gang of four, for the time of a test."""
-    with logging_to(records, rank=2, local_rank=1, world_size=4, local_world_size=2, progress=Progress()):
-        yield current_rank()
+    before = current_rank()
+    context.enter(RankContext(rank=2, local_rank=1, world_size=4, local_world_size=2, link=Logged(records)))
+    yield current_rank()
+    context.enter(before)
 
 
 def test_outside_a_gang_this_is_rank_0_of_1() -> None:
