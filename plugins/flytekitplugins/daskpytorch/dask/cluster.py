@@ -79,9 +79,7 @@ def opened(
             place = f"{address} ({source or _source()})"
             client = stack.enter_context(_connected(address, place, deadline))
         least = min_workers or num_workers
-        scheduler = _wait_for_workers(client, place, num_workers, least, deadline, start_timeout)
-        if not is_local() and client.dashboard_link and "dashboard" in scheduler.get("services", {}):
-            say(f"Dask dashboard: {client.dashboard_link}", logging.INFO)
+        _wait_for_workers(client, place, num_workers, least, deadline, start_timeout)
         _clients.append(client)
         stack.callback(_clients.remove, client)
         yield client
@@ -174,19 +172,18 @@ def _connected(address: str, place: str, deadline: float) -> Iterator[Client]:
 
 def _wait_for_workers(
     client: Client, place: str, wanted: int, least: int, deadline: float, start_timeout: float
-) -> Mapping[str, Any]:
+) -> None:
     notice = _Notice()
     here, newest_at = -1, time.monotonic()
     while True:
         now = time.monotonic()
-        scheduler = identity(client, max(1.0, deadline - now))
-        if (count := len(scheduler["workers"])) != here:
+        if (count := len(identity(client, max(1.0, deadline - now))["workers"])) != here:
             here, newest_at = count, now
         if here >= wanted:
-            return scheduler
+            return
         if here >= least and (now - newest_at >= SETTLE_TIME or now >= deadline):
             say(f"going on with {here} of {wanted} Dask workers (at least {least} were asked for)", logging.INFO)
-            return scheduler
+            return
         if now >= deadline:
             raise GangStartError(
                 f"{here} of {wanted} Dask workers came to {place} within {start_timeout:g} s; "
