@@ -21,8 +21,8 @@ from flytekitplugins.daskpytorch.driver.request import request_for
 from flytekitplugins.daskpytorch.process import gpu_vendor
 from flytekitplugins.daskpytorch.protocol.failure import GpuFaultError
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
-from flytekitplugins.daskpytorch.rank import main as rank_main
-from flytekitplugins.daskpytorch.rank.main import GpuCheck
+from flytekitplugins.daskpytorch.rank import own_gpu
+from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
 from gangs import order_for
 
 Describe = Callable[..., None]
@@ -167,21 +167,21 @@ class Wrong(TorchDispatchMode):
 
 
 def test_the_kernel_has_a_known_result() -> None:
-    assert rank_main.fault_of_kernel(CPU) == ""
+    assert own_gpu.fault_of_kernel(CPU) == ""
     with Wrong():
-        assert rank_main.fault_of_kernel(CPU) == "a small kernel computed 1 of 262144 numbers wrongly"
+        assert own_gpu.fault_of_kernel(CPU) == "a small kernel computed 1 of 262144 numbers wrongly"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel would not fail")
 def test_a_kernel_that_fails_is_the_gpus_fault() -> None:
-    assert rank_main.fault_of_kernel(torch.device("cuda")).startswith("a small kernel failed (")
+    assert own_gpu.fault_of_kernel(torch.device("cuda")).startswith("a small kernel failed (")
 
 
 @pytest.mark.timeout(60)
 def test_a_kernel_that_hangs_is_not_waited_for(driver: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
-    monkeypatch.setattr(rank_main, "fault_of_kernel", lambda _: is_over.wait())
-    monkeypatch.setattr(rank_main, "KERNEL_TIMEOUT", 0.1)
+    monkeypatch.setattr(own_gpu, "fault_of_kernel", lambda _: is_over.wait())
+    monkeypatch.setattr(own_gpu, "KERNEL_TIMEOUT", 0.1)
     with pytest.raises(GpuFaultError, match=r"a small kernel did not end within 0\.1 s"):
         GpuCheck(order_with_gpu()).compute(CPU)
     is_over.set()
@@ -201,7 +201,7 @@ def test_nothing_is_checked_without_a_gpu_or_if_the_check_is_off(
     driver: Describe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver(ecc=3)
-    monkeypatch.setattr(rank_main, "fault_of_kernel", lambda _: "broken")
+    monkeypatch.setattr(own_gpu, "fault_of_kernel", lambda _: "broken")
     for order in (order_for(), order_with_gpu(Gang(gpu_check="off"))):
         check = GpuCheck(order)
         check.await_driver()

@@ -12,12 +12,12 @@ from distributed import Client
 import fake_gpus
 from fake_gpus import SOUND, workers_with_gpus
 from flytekitplugins.daskpytorch import Gang, WorkerLostError, current_rank, dispatch
-from flytekitplugins.daskpytorch.rank import main as rank_main
+from flytekitplugins.daskpytorch.rank import own_gpu
 
 WORKERS = [{"0": "GPU-a", "1": "GPU-b"}, {"2": "GPU-c", "3": "GPU-d"}]
 
 if "RANK" in os.environ:  # in ranks, which import this module before they wait for NVML
-    rank_main.DRIVER_TIMEOUT = 1.0
+    own_gpu.DRIVER_TIMEOUT = 1.0
 
 
 @pytest.fixture(scope="module")
