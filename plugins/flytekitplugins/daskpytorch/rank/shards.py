@@ -35,7 +35,7 @@ NUM_READERS = 8
 """Items that are read at once. A request for one may take longer than its bytes."""
 NUM_WRITERS = 4
 """Objects that a rank writes at once: most storages' clients send an object's parts one after another."""
-BLOCK = 16 << 20
+BLOCK = 32 << 20
 """Bytes of a part, of which each object may be held in memory."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 T = TypeVar("T")
