@@ -1,6 +1,6 @@
 """Writes a rank's shards straight to storage and reads them back, with digests. Runs in a rank.
 
-save: state --torch's planner--> items --torch.save--> up to four objects for each rank
+save: state --torch's planner--> items --torch.save--> up to three objects for each rank
 load: items --digests checked, torch.load--> tensors, in place. Any number of ranks may have written them.
 
 A checkpoint's folder has torch's layout, which plain `torch.distributed.checkpoint.load` reads: `__RANK_NUMBER.distcp`
@@ -33,10 +33,10 @@ from flytekitplugins.daskpytorch.protocol.checkpoints import METADATA, Checkpoin
 
 NUM_READERS = 8
 """Items that are read at once. A request for one may take longer than its bytes."""
-NUM_WRITERS = 4
+NUM_WRITERS = 3
 """Objects that a rank writes at once: most storages' clients send an object's parts one after another."""
-BLOCK = 32 << 20
-"""Bytes of a part, of which each object may be held in memory."""
+BLOCK = 8 << 20
+"""Bytes of a part, of which each object may hold several in memory. S3 takes 10,000 parts of an object, so 80 GB."""
 RETRY_AFTER = (0.5, 1.0, 2.0, 4.0, 8.0)
 T = TypeVar("T")
 
