@@ -45,7 +45,7 @@ EVENTS: dict[str, tuple[Any, ...]] = {
     "accounted": (journal.Accounted, "goodput"),
     "debugging": (journal.Prompted, "rank"),
 }
-"""What `To` does -> the event, and its fields."""
+"""Name of an event in `To` -> the event, and its fields."""
 
 
 class To:

@@ -56,7 +56,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def client() -> mock.Mock:
-    """That of a cluster which must not be asked for anything."""
+    """Client of a cluster that must not be asked for anything."""
     return mock.create_autospec(Client, instance=True)
 
 

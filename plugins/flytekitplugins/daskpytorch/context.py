@@ -317,7 +317,7 @@ class RankContext:
             num_steps: Total number of steps, for the progress bar. None: unknown.
 
         Raises:
-            ValueError: `step` or `num_steps` is NaN. What is no number raises `TypeError` or torch's `RuntimeError`.
+            ValueError, TypeError, OverflowError, RuntimeError: `int` does not take `step` or `num_steps`.
         """
         record = LogRecord.of(self.rank, self._num_logged if step is None else step, num_steps, metrics)
         self._num_logged += 1

@@ -52,8 +52,9 @@ class Journal(Observer):
         if self._file is None or not is_kept(event):
             return
         self._waiting[key := _key_of(event)] = event
-        for due in [*self._waiting] if key is None else [key] if self._is_due(event, key) else []:
-            self._write(self._waiting.pop(due))
+        if key is None or self._is_due(event, key):
+            for due in [*self._waiting] if key is None else [key]:
+                self._write(self._waiting.pop(due))
         if isinstance(event, journal.Ended):
             self._file.close()
             self._file = None

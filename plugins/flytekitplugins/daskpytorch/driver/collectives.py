@@ -15,7 +15,7 @@ UNEVEN = ("scatter", "all_to_all", "alltoall")
 """Prefixes of operations in which ranks may pass different shapes."""
 MAX_USERS_FRAMES = 3
 FRAME = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
-"""Of a traceback, or of a list by `faulthandler` or torch, which has no comma."""
+"""Matches a frame of a traceback, or of a list by `faulthandler` or torch, which has no comma."""
 WAITING_FILES = re.compile(r"torch/(distributed/|autograd/graph\.py|nn/parallel/distributed\.py)")
 """Frames of a rank that waits for others. During `backward` these are hooks of DistributedDataParallel."""
 MAX_NAMED = 8
