@@ -237,7 +237,7 @@ def test_a_gang_with_nccl_is_called_so_and_exchanges_on_the_cpu_too(monkeypatch:
     [[place]] = place_ranks([node], 1)
     job = Job(**{**JOB, "backend": "nccl", "settings": Gang(start_timeout=30.0)})
     process_group.install()
-    process_group.expect(place, job, lambda: None)
+    process_group.expect(process_group.Membership(place, job, lambda: None))
     process_group.join()
     try:
         assert dist.get_backend() == "nccl"

@@ -88,7 +88,7 @@ def _expect(order: RankOrder, link: GangLink, listener: int | None, prompt: debu
     take_device = functools.partial(_take_sound_device, order, GpuCheck(order))
     report = functools.partial(send_collectives, link)
     on_formed = functools.partial(process_group.call_before_abort, report)
-    process_group.expect(order.place, order.job, take_device, listener, on_formed)
+    process_group.expect(process_group.Membership(order.place, order.job, take_device, listener, on_formed))
 
 
 def _report(order: RankOrder, link: GangLink, prompt: debugger.Prompt, error: BaseException) -> None:

@@ -35,18 +35,20 @@ ON_GPUS = "cpu:gloo,cuda:nccl"
 
 
 @dataclass
-class _Membership:
+class Membership:
     place: Place
     job: Job
     take_device: Callable[[], torch.device | None] | None
     """Returns the device of GPU collectives. None once it was called."""
-    listener: int | None
-    on_formed: Callable[[], object]
-    backend: str
+    listener: int | None = None
+    on_formed: Callable[[], object] = bool  # does nothing
     pid: int = field(default_factory=os.getpid)
     num_groups: int = 0
     """Prefix of the next group's keys in the rendezvous store, where an earlier group's values would mislead."""
     is_in: bool = False
+
+    def __post_init__(self) -> None:
+        self.backend = ON_GPUS if self.job.backend == "nccl" else self.job.backend
 
     @functools.cached_property
     def store(self) -> Store:
@@ -101,16 +103,9 @@ def _watch_destruction(distributed_c10d: Any) -> None:
     distributed_c10d.destroy_process_group = distributed.destroy_process_group = destroy_process_group
 
 
-def expect(
-    place: Place,
-    job: Job,
-    take_device: Callable[[], torch.device | None],
-    listener: int | None = None,
-    on_formed: Callable[[], object] = bool,  # does nothing
-) -> None:
+def expect(membership: Membership) -> None:
     global _membership
-    backend = ON_GPUS if job.backend == "nccl" else job.backend
-    _membership = _Membership(place, job, take_device, listener, on_formed, backend)
+    _membership = membership
 
 
 def meet() -> torch.device | None:
@@ -157,7 +152,7 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-def _heed(member: _Membership, original: Callable[..., None], asked: Mapping[str, Any]) -> None:
+def _heed(member: Membership, original: Callable[..., None], asked: Mapping[str, Any]) -> None:
     """Give a call of `init_process_group` in a rank the gang's group, or the one of the user's rendezvous."""
     from torch import distributed
 
@@ -176,7 +171,7 @@ def _heed(member: _Membership, original: Callable[..., None], asked: Mapping[str
         member.on_formed()
 
 
-def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, Any]) -> None:
+def _enter(member: Membership, form: Callable[..., None], asked: Mapping[str, Any]) -> None:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     backend = asked["backend"] or member.backend
@@ -192,7 +187,7 @@ def _enter(member: _Membership, form: Callable[..., None], asked: Mapping[str, A
     member.on_formed()
 
 
-def _check(member: _Membership, backend: str | None, asked: Mapping[str, Any]) -> None:
+def _check(member: Membership, backend: str | None, asked: Mapping[str, Any]) -> None:
     place, world_size, rank = member.place, asked["world_size"], asked["rank"]
     differing = []
     if backend is not None and not _kinds(backend) <= _kinds(member.backend):
@@ -234,7 +229,7 @@ def _takes_listener_by_libuv() -> bool:
 
 
 _finish: Callable[[], object] = bool  # does nothing
-_membership: _Membership | None = None
+_membership: Membership | None = None
 
 
 # ---- Collectives, from torch's flight recorder

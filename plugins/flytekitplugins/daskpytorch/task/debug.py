@@ -127,7 +127,7 @@ def _ranked(rank: context.RankContext, order: RankOrder, told: Observers) -> Ite
     try:
         os.environ.update(changed)
         process_group.install()
-        process_group.expect(order.place, order.job, lambda: None)
+        process_group.expect(process_group.Membership(order.place, order.job, lambda: None))
         process_group.join()
         context.enter(rank)
         told.tell(journal.Formed(seconds=time.monotonic() - begun_at))
