@@ -24,7 +24,7 @@ from flytekitplugins.daskpytorch.driver import state
 from flytekitplugins.daskpytorch.driver.futures import GangFutures
 from flytekitplugins.daskpytorch.driver.state import Deadlines
 from flytekitplugins.daskpytorch.process import ending
-from flytekitplugins.daskpytorch.rank import session
+from flytekitplugins.daskpytorch.rank import main
 from gangs import Notes, on_this_machine
 from processes import num_open_files, until
 
@@ -67,7 +67,7 @@ def fail_together(folder: Path, *, has_thread: bool) -> None:
     KEPT.append(file := (folder / str(rank)).open("w"))
     file.write("all of it")
     if not has_thread:  # whose end the rank would wait for
-        session.EXIT_TIME = AMPLE
+        main.EXIT_TIME = AMPLE
     else:
         threading.Thread(target=time.sleep, args=(MAX_WAIT,)).start()
     atexit.register(touch_later, folder / f"exit-{rank}")

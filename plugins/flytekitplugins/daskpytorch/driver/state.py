@@ -45,7 +45,7 @@ class Deadlines:
         self.results = grace_period / 10
         self.stop = min(1.5, grace_period / 10)
         """Time for ranks to end after the stop order. Exit functions of failed ranks have a part of it
-        (`rank.session.EXIT_TIME`).
+        (`rank.main.EXIT_TIME`).
         """
         self.close = grace_period / 2
         """Additional time for rank 0 after the last attempt's stop order, if it has observers to close."""

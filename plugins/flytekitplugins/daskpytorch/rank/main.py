@@ -26,24 +26,21 @@ from flytekitplugins.daskpytorch.protocol.job import STOPPED, Job, RankOrder
 from flytekitplugins.daskpytorch.rank import debugger, libraries, process_group, program
 from flytekitplugins.daskpytorch.rank.link import GangLink, unwrapped
 from flytekitplugins.daskpytorch.rank.own_gpu import GpuCheck
-from flytekitplugins.daskpytorch.rank.session import (
-    EXIT_RESERVE,
-    EXIT_SHARE,
-    EXIT_TIME,
-    FIRST_FLUSH,
-    Session,
-    expect_questions,
-    failure_of,
-    send_collectives,
-    watch,
-    wind_up,
-)
+from flytekitplugins.daskpytorch.rank.session import Session, expect_questions, failure_of, send_collectives, wind_up
 
 if TYPE_CHECKING:
     import torch
 
 
+EXIT_TIME = 1.0
+"""Seconds for a failed rank's threads and exit functions after the order to quit, for which a restart waits."""
+EXIT_RESERVE = 0.45
+EXIT_SHARE = 0.7
+"""Share of the grace period after which a failed rank ends, if `EXIT_RESERVE` is more than the rest."""
+FIRST_FLUSH = 0.1
+"""Seconds from the order to quit until a failed rank's open files are first written. Most have ended by then."""
 FLUSH_SHARE = 0.6
+"""Share of the grace period for the newest checkpoint, after the order to quit."""
 
 
 def main(channel: Connection) -> int:
@@ -64,7 +61,6 @@ def main(channel: Connection) -> int:
             context.enter(session.rank)  # before the import of the user's modules, which may call `current_rank`
             call = _unpack(order, link, session, prompt)
             process_group.meet() if isinstance(call.func, script.Script) else process_group.join()
-            watch(order, link)
             with session.at_work():
                 returned = script.completed(lambda: call(**_keywords(order, host)))
                 # A Ctrl-C from now on must not fail the finished function. Child programs would inherit SIG_IGN.

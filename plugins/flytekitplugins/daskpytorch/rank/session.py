@@ -57,6 +57,7 @@ class Session:
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         link, order = self._link, self._order
+        self._begin_pulse()
         link.observers.call("on_begin")  # directly before the call: they see the same process state as the function
         self._compiled.open()
         link.send(messages.Ready())
@@ -110,6 +111,24 @@ class Session:
             case _:
                 assert_never(order)
 
+    def _begin_pulse(self) -> None:
+        pulse, link = self._order.job.pulse, self._link
+        if pulse is None:
+            return
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(lambda *_: link.progress.move())
+
+        def report() -> None:
+            reported = -1
+            while True:
+                if (num_moves := link.progress.num_moves) != reported:
+                    reported = num_moves
+                    link.send_moves(reported)
+                time.sleep(pulse)
+
+        threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
+
     def _answer(self, asked: Ask) -> None:
         value: object = None
         match asked.question:
@@ -133,26 +152,7 @@ def failure_of(error: BaseException, at: float, link: GangLink, *, is_final: boo
     return replace(failure, recalled=process_group.recall()) if failure.is_consequence else failure
 
 
-# ---- Signs of life, and stacks
-
-
-def watch(order: RankOrder, link: GangLink) -> None:
-    pulse, progress = order.job.pulse, link.progress
-    if pulse is None:
-        return
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    register_optimizer_step_post_hook(lambda *_: progress.move())
-
-    def report() -> None:
-        reported = -1
-        while True:
-            if (num_moves := progress.num_moves) != reported:
-                reported = num_moves
-                link.send_moves(reported)
-            time.sleep(pulse)
-
-    threading.Thread(target=report, name="daskpytorch-pulse", daemon=True).start()
+# ---- Collectives, and stacks
 
 
 def send_collectives(link: GangLink) -> None:
@@ -187,13 +187,6 @@ _stacks_file: int | None = None
 # ---- The rank's end
 
 
-EXIT_TIME = 1.0
-"""Seconds for a failed rank's threads and exit functions after the order to quit, for which a restart waits."""
-EXIT_RESERVE = 0.45
-EXIT_SHARE = 0.7
-"""Share of the grace period after which a failed rank ends, if `EXIT_RESERVE` is more than the rest."""
-FIRST_FLUSH = 0.1
-"""Seconds from the order to quit until a failed rank's open files are first written. Most have ended by then."""
 GRACE = 2.0
 """Seconds after a program's end until its peers lose their connections. The system sends what is in the sockets."""
 LOOK_INTERVAL = 0.1
