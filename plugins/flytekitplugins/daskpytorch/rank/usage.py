@@ -125,10 +125,9 @@ def watch(ledger: Ledger) -> None:
     with optional("Counting the waits for batches"):
         _count_batches(ledger)
     after_import("torch._dynamo.callback", "on_compile_start", functools.partial(_count_compilations, ledger))
-    with optional("Counting the optimizers' steps"):
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(lambda *_: ledger.step())
+    register_optimizer_step_post_hook(lambda *_: ledger.step())
 
 
 def _count_compilations(ledger: Ledger, callback: Any) -> None:
