@@ -29,8 +29,8 @@ class Rank:
             attempt,
             current_rank().rank,
             Worker(),
-            report=self.reports.append,
-            moved=self._move,
+            self.reports.append,
+            self._move,
         )
 
     def _move(self) -> None:

@@ -35,9 +35,7 @@ class RankCheckpoint(Checkpoint):
         self._transfers = link.transfers
         self.folder = link.transfers.scratch
         self._worker = Worker(name="checkpoint")
-        self.sharded = ShardedCheckpoints(
-            job.sharding, job.attempt, rank, self._worker, report=link.send, moved=link.progress.move
-        )
+        self.sharded = ShardedCheckpoints(job.sharding, job.attempt, rank, self._worker, link.send, link.progress.move)
         if self._is_main:
             self._transfers.tidy()
 

@@ -13,6 +13,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -34,32 +35,25 @@ PATIENCE = timedelta(days=7)
 """Timeout of collectives in which a rank waits for the slowest write to storage."""
 
 
+@dataclass(eq=False)
 class ShardedCheckpoints:
-    def __init__(
-        self,
-        sharding: Sharding,
-        attempt: int,
-        rank: int,
-        worker: Worker,
-        *,
-        report: Callable[[Written], None],
-        moved: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._sharding = sharding
-        self._attempt = attempt
-        self._rank = rank
-        self._report = report
-        self._moved = moved
-        """Called as a sign of life during a write or read, as a large state takes longer than a step."""
-        self._worker = worker
-        self._files: Any = None
-        self._num_saves = 0
-        self._has_seen_place = sharding.token is None or Path(sharding.token).exists()
+    _sharding: Sharding
+    _attempt: int
+    _rank: int
+    _worker: Worker
+    _report: Callable[[Written], None]
+    _moved: Callable[[], None]
+    """Called as a sign of life during a write or read, as a large state takes longer than a step."""
+    _files: Any = None
+    _num_saves: int = 0
+    _writer: ShardWriter | None = None
+    _world: ProcessGroup | None = None
+    _group: ProcessGroup | None = None
+    """Process group of the thread that saves, over gloo. None: one process without a group."""
+
+    def __post_init__(self) -> None:
+        self._has_seen_place = self._sharding.token is None or Path(self._sharding.token).exists()
         """A folder that was seen once, and is away for a while, does not end the training."""
-        self._writer: ShardWriter | None = None
-        self._world: ProcessGroup | None = None
-        self._group: ProcessGroup | None = None
-        """Process group of the thread that saves, over gloo. None: one process without a group."""
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
         """Copy this rank's part of a state, and write it in the background, after the state before.
