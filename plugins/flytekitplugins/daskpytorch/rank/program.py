@@ -12,6 +12,7 @@ import queue
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -113,20 +114,15 @@ def set_up_program(program: Program, script: Path | None) -> None:
 # ---- Calls of a gang that stays
 
 
+@dataclass(eq=False)
 class Server:
     """`serve` runs in the main thread. The thread that receives `orders` puts them there."""
 
-    def __init__(
-        self,
-        link: GangLink,
-        stop_signal: StopSignal,
-        failure_of: Callable[[BaseException], Failure],
-    ) -> None:
-        self._link = link
-        self._stop_signal = stop_signal
-        self._failure_of = failure_of
-        self.orders: queue.SimpleQueue[CallOrder] = queue.SimpleQueue()
-        self._present: dict[str, Any] = {}
+    _link: GangLink
+    _stop_signal: StopSignal
+    _failure_of: Callable[[BaseException], Failure]
+    orders: queue.SimpleQueue[CallOrder] = field(default_factory=queue.SimpleQueue)
+    _present: Mapping[str, Any] = field(default_factory=dict)
 
     def serve(self) -> None:
         """Run calls until the gang closes, or until one ends after the rank's signal to stop."""
