@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 
 from flytekitplugins.daskpytorch.process.folders import locked, replacing
+from flytekitplugins.daskpytorch.process.worker import in_thread
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import current_execution
 from flytekitplugins.daskpytorch.protocol.job import RankOrder
@@ -31,6 +32,7 @@ QUIET = 10.0
 """Seconds after a file's last change in which a compiler may still write."""
 MAX_SIZE = 100 << 20
 NUM_REQUESTS = 16
+THREAD = "daskpytorch-compiled"
 
 
 class CompileCache:
@@ -57,7 +59,7 @@ class CompileCache:
                 f"compile_cache={self._uri!r} has not answered in {FETCH_LIMIT:g} s: the rank compiles by itself"
             )
         elif self._stores:
-            threading.Thread(target=self._keep_storing, name="daskpytorch-compiled", daemon=True).start()
+            in_thread(self._keep_storing, THREAD)
 
     def close(self) -> None:
         self._ended.set()
@@ -65,10 +67,7 @@ class CompileCache:
             self._note(f"compile_cache={self._uri!r} has not taken all files in {END_LIMIT:g} s: the rank ends")
 
     def _has_done(self, do: Callable[[], None], limit: float) -> bool:
-        thread = threading.Thread(target=self._try, args=(do,), name="daskpytorch-compiled", daemon=True)
-        thread.start()
-        thread.join(limit)
-        return not thread.is_alive()
+        return not wait([in_thread(lambda: self._try(do), THREAD)], limit).not_done
 
     def _try(self, do: Callable[..., None], *args: float) -> None:
         try:
