@@ -337,14 +337,8 @@ class _BatchesOfRank(Sampler[list[int]]):
 # ---- The next batch
 
 
-class Batches(Protocol):
+class Batches(Sized, Iterable[list[int]], Protocol):
     """Type of a batch sampler: an iterable of lists of indices, with a length, such as torch's `BatchSampler`."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        pass
-
-    def __len__(self) -> int:
-        pass
 
 
 class ReadAhead(Sampler[list[int]]):
