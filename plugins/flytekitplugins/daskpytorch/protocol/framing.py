@@ -105,7 +105,7 @@ class Connection:
         self.heard_at = time.monotonic()
         return data
 
-    def pieces(self, size: int, what: str) -> Iterator[bytes]:
+    def pieces(self, size: int, what: str, moved: Callable[[], object] = lambda: None) -> Iterator[bytes]:
         """Yield the next `size` bytes, which have no frame. EOFError names the bytes by `what`."""
         left = size
         while left:
@@ -115,6 +115,7 @@ class Connection:
                     "process or node may have ended"
                 )
             left -= len(piece)
+            moved()
             yield piece
 
     def hang_up(self) -> None:

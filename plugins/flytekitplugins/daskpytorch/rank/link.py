@@ -365,12 +365,7 @@ class Transfers:
         with contextlib.closing(framing.dial(self._agent)) as connection:
             connection.send(messages.Download(name))
             _check(connection)
-            take_file(self._watched(connection, size, what), path, what, digest)
-
-    def _watched(self, connection: framing.Connection, size: int, what: str) -> Iterator[bytes]:
-        for piece in connection.pieces(size, what):
-            self._moved()
-            yield piece
+            take_file(connection.pieces(size, what, self._moved), path, what, digest)
 
 
 def _check(connection: framing.Connection) -> None:
