@@ -205,6 +205,7 @@ def _kinds(backend: str) -> set[str]:
 
 
 def _store(job: Job, listener: int | None, world_size: int) -> Store:
+    import torch
     from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if job.store is None:
@@ -213,19 +214,12 @@ def _store(job: Job, listener: int | None, world_size: int) -> Store:
     timeout, serves = timedelta(seconds=job.settings.start_timeout), listener is not None
     if serves:
         allow_files(world_size + OTHER_FILES)
-    by_libuv = not serves or _takes_listener_by_libuv()
+    by_libuv = not serves or Version(torch.__version__) >= Version("2.8")  # pytorch#150215
     store = TCPStore(
         host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listener, use_libuv=by_libuv
     )
     # A suspended rank of an older attempt may wake up and use the same port.
     return PrefixStore(f"{job.gang}/{job.attempt}", store)
-
-
-def _takes_listener_by_libuv() -> bool:
-    """True for torch 2.8 or newer (pytorch#150215)."""
-    import torch
-
-    return Version(torch.__version__) >= Version("2.8")
 
 
 _finish: Callable[[], object] = bool  # does nothing
