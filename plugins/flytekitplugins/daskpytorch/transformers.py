@@ -76,17 +76,10 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         """If an evaluation follows the epoch, begin to count time as `Goodput.evaluation`."""
         self._note_evaluation(control)
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any],
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the evaluation's metrics, which a checkpoint of the same step gets."""
         self._evaluating.close()
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        numbers = {name: value for name, value in kwargs["metrics"].items() if isinstance(value, (int, float))}
         self._evaluated = state.global_step, numbers
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -96,16 +89,9 @@ class GangCallback(TrainerCallback):  # type: ignore[misc]
         own = [f"rng_state_{args.process_index}.pth"]
         keep_files(folder, state.global_step, own, metrics if step == state.global_step else {})
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Pass what the Trainer logs to `current_rank().log`."""
-        current_rank().log(logs, step=state.global_step, num_steps=state.max_steps)
+        current_rank().log(kwargs["logs"], step=state.global_step, num_steps=state.max_steps)
 
     def _note_evaluation(self, control: TrainerControl) -> None:
         """Begin to count time as evaluation if the Trainer evaluates next. No callback marks its beginning."""
