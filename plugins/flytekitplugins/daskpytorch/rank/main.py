@@ -89,26 +89,18 @@ def _expect(order: RankOrder, link: GangLink, listener: int | None, prompt: debu
 
 def _report(order: RankOrder, link: GangLink, prompt: debugger.Prompt, error: BaseException) -> None:
     link.has_failed = not any(map(is_of_group, with_causes(error)))  # the order to quit may come during the report
-    is_final = link.has_returned and not _is_of_storage(error)
-    failure = _explained(order, link, None if link.has_returned else prompt, error, is_final=is_final)
+    failure = _explained(order, link, prompt, error)
     link.has_failed = not failure.is_consequence
     link.send(failure)
     link.has_reported = True
 
 
-def _explained(
-    order: RankOrder,
-    link: GangLink,
-    prompt: debugger.Prompt | None,
-    error: BaseException,
-    *,
-    is_final: bool = False,
-) -> Failure:
+def _explained(order: RankOrder, link: GangLink, prompt: debugger.Prompt, error: BaseException) -> Failure:
     at = time.time()  # the notes may take seconds, in which other ranks fail as a consequence
     program.explain(error, order.sources)
     debugger.explain(error, order.place.rank)
-    failure = failure_of(error, at, link, is_final=is_final)
-    if prompt is not None and order.job.settings.on_error == "hold":
+    failure = failure_of(error, at, link, is_final=link.has_returned and not _is_of_storage(error))
+    if not link.has_returned and order.job.settings.on_error == "hold":
         prompt.hold(error, failure)
     return failure
 
