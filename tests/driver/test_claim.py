@@ -16,6 +16,7 @@ import pytest
 from flytekitplugins.daskpytorch import GangStartError
 from flytekitplugins.daskpytorch.driver.storage import claimed
 from flytekitplugins.daskpytorch.driver.vault import Vault
+from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry
 from flytekitplugins.daskpytorch.protocol.files import Files
 from flytekitplugins.daskpytorch.protocol.host import StoragePaths
 from flytekitplugins.daskpytorch.rank.checkpoint import write_checkpoint
@@ -117,11 +118,11 @@ def test_a_gang_that_a_newer_one_has_taken_over_ends_before_its_next_write(paths
         lost = threading.Event()
         with claimed(paths, "flows.first", lost.set) as own:
             vault = Vault(Gang(), own, tmp_path)
-            vault.add(write_checkpoint(tmp_path, 0, {}, 1, {}))
+            vault.add(write_checkpoint(tmp_path, {}, CheckpointEntry(attempt=0, step=1)))
             assert vault.flush(60)
             before = paths.files.fs.find(paths.own)
             leave(paths)
-            vault.add(write_checkpoint(tmp_path, 0, {}, 2, {}))
+            vault.add(write_checkpoint(tmp_path, {}, CheckpointEntry(attempt=0, step=2)))
             assert lost.wait(60)
             vault.flush(60)
             assert paths.files.fs.find(paths.own, refresh=True) == before

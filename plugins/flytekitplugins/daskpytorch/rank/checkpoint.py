@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -41,13 +42,13 @@ class RankCheckpoint(Checkpoint):
 
     def save(self, state: Any, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Copy rank 0's state and write it in the background, once the previous one is written."""
-        step, plain = int(step), numbers(metrics)
-        self._link.progress.reach(step, anew=True)
+        entry = CheckpointEntry(attempt=self._job.attempt, step=int(step), metrics=numbers(metrics))
+        self._link.progress.reach(entry.step, anew=True)
         if not self._is_main:
             return
-        with self._link.saving(step):
+        with self._link.saving(entry.step):
             self.flush()
-            self._worker.submit(functools.partial(self._write, copy_of(state), step, plain))
+            self._worker.submit(functools.partial(self._write, copy_of(state), entry))
 
     def save_sharded(self, state: dict[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         step, plain = int(step), numbers(metrics)
@@ -82,10 +83,10 @@ class RankCheckpoint(Checkpoint):
     def flush(self, timeout: float | None = None) -> None:
         self.sharded.flush(timeout)
 
-    def _write(self, state: Any, step: int, metrics: Mapping[str, float]) -> None:
-        entry, failure = CheckpointEntry(attempt=self._job.attempt, step=step), None
+    def _write(self, state: Any, entry: CheckpointEntry) -> None:
+        failure = None
         try:
-            entry = write_checkpoint(self._transfers.folder, self._job.attempt, state, step, metrics)
+            entry = write_checkpoint(self._transfers.folder, state, entry)
             self._transfers.deliver(entry)
         except BaseException as error:  # mostly a full disk: the user is told, and the training goes on
             failure = text_of(error)
@@ -124,19 +125,16 @@ class RankCheckpoint(Checkpoint):
         return chosen
 
 
-def write_checkpoint(
-    folder: Path, attempt: int, state: Any, step: int, metrics: Mapping[str, float]
-) -> CheckpointEntry:
-    """The file gets its final name once it is complete."""
+def write_checkpoint(folder: Path, state: Any, entry: CheckpointEntry) -> CheckpointEntry:
+    """Return the entry with size and digest. The file gets its final name once it is complete."""
     import torch
 
-    unfinished = folder / f"{UNWRITTEN}{attempt}-{step}"
+    unfinished = folder / f"{UNWRITTEN}{entry.attempt}-{entry.step}"
     try:
         with unfinished.open("wb") as file:
             stream: Any = HashedStream(file.write)
             torch.save(state, stream)
-        digest = stream.digest.hexdigest()
-        written = CheckpointEntry(attempt=attempt, step=step, size=stream.size, digest=digest, metrics=metrics)
+        written = replace(entry, size=stream.size, digest=stream.digest.hexdigest())
         unfinished.rename(folder / written.name)
     finally:
         unfinished.unlink(missing_ok=True)

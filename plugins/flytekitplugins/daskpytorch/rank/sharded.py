@@ -13,7 +13,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -71,7 +71,9 @@ class ShardedCheckpoints:
         if error is not None:
             raise error
         _check(heard)
-        self._worker.submit(functools.partial(self._write, staged, self._own_group(), number, step, metrics))
+        base, name = self._sharding.base, folder_name(self._attempt, self._sharding.nonce, step, number)
+        entry = CheckpointEntry(attempt=self._attempt, step=step, metrics=metrics, folder=base, shards=name)
+        self._worker.submit(functools.partial(self._write, staged, self._own_group(), entry))
 
     def load(self, state: dict[str, Any], chosen: CheckpointEntry | None = None) -> int | None:
         """Fill a state with a sharded checkpoint, by default the newest undamaged one. Call on all ranks together.
@@ -154,20 +156,12 @@ class ShardedCheckpoints:
             )
         self._has_seen_place = True
 
-    def _write(
-        self,
-        staged: dict[str, Any],
-        group: ProcessGroup | None,
-        number: int,
-        step: int,
-        metrics: Mapping[str, float],
-    ) -> None:
+    def _write(self, staged: dict[str, Any], group: ProcessGroup | None, entry: CheckpointEntry) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         from flytekitplugins.daskpytorch.rank.shards import ShardWriter
 
-        base, name = self._sharding.base, folder_name(self._attempt, self._sharding.nonce, step, number)
-        self._writer = writer = ShardWriter(self._files, f"{base}/{name}", moved=self._moved)
+        self._writer = writer = ShardWriter(self._files, entry.uri, moved=self._moved)
         failure = None
         try:
             save(staged, storage_writer=writer, process_group=group)
@@ -175,16 +169,7 @@ class ShardedCheckpoints:
             failure = _told(error)
         self._writer = None
         if self._rank == 0:
-            entry = CheckpointEntry(
-                attempt=self._attempt,
-                step=step,
-                size=writer.size,
-                digest=writer.digest,
-                metrics=metrics,
-                folder=base,
-                shards=name,
-            )
-            self._report(Written(entry, failure))
+            self._report(Written(replace(entry, size=writer.size, digest=writer.digest), failure))
 
     def _read(self, reader: ShardReader, state: dict[str, Any]) -> dict[int, BaseException]:
         """Return the ranks' errors, the same on all ranks."""
