@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flytekitplugins.daskpytorch.protocol.host import AgentLauncher
     from flytekitplugins.daskpytorch.sweep.keys import Grouped, KeyedModels
     from flytekitplugins.daskpytorch.sweep.models import ModelFutures
+    from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
 
 __all__ = ["gang", "map", "run"]
 
@@ -267,18 +268,19 @@ def map(  # noqa: A001
     """
     problems = Problems("dispatch.map", SimpleNamespace(**locals()), RULES_OF_MAP)
     problems.unless(name is None or storage is not None, "name", "None without storage")
+    settings = gang or Gang()
     if _is_grouped(experiments):
         from flytekitplugins.daskpytorch.sweep import keys
 
-        settings = gang or Gang()
-        return keys.train_all(
-            problems, client, pytorch_function, experiments, models_per_worker, settings, storage, name, run
-        )
+        keys.check(problems, settings)
+        kept = _kept(storage, name, pytorch_function)
+        each_key = keys.each_key(client, pytorch_function, experiments, models_per_worker, kept)
+        ranks = run(client, each_key, gang=replace(settings, ranks_per_worker=models_per_worker or "auto"))
+        return keys.KeyedModels(client, each_key, ranks, kept)
     problems.unless(models_per_worker is None, "models_per_worker", "left out without a data frame's groupby")
     problems.unless(getattr(wandb, "id", None) is None, "wandb", "without an id, since each model has a run of its own")
     problems.raise_any()
     from flytekitplugins.daskpytorch.sweep.models import train_all
-    from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
     from flytekitplugins.daskpytorch.sweep.sweep import Sweep
 
     experiments = list(cast("Iterable[Any]", experiments))
@@ -289,12 +291,18 @@ def map(  # noqa: A001
         function=pytorch_function,
         experiments=experiments,
         workers=workers,
-        settings=gang or Gang(),
+        settings=settings,
         stop_early=stop_early,
         wandb=wandb,
-        storage=None if storage is None else SweepStorage(storage, name or key_of(pytorch_function)),
+        storage=_kept(storage, name, pytorch_function),
     )
     return train_all(sweep)
+
+
+def _kept(storage: str | None, name: str | None, function: Callable[..., Any]) -> SweepStorage | None:
+    from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
+
+    return SweepStorage(storage, name or key_of(function)) if storage is not None else None
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ import pickle
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask.base import is_dask_collection
@@ -31,7 +31,7 @@ from flytekitplugins.daskpytorch.data.partitions import (
 )
 from flytekitplugins.daskpytorch.display.training import fields_of, row_of
 from flytekitplugins.daskpytorch.protocol.failure import raisable
-from flytekitplugins.daskpytorch.protocol.function import check_call, key_of, name_of
+from flytekitplugins.daskpytorch.protocol.function import check_call, name_of
 from flytekitplugins.daskpytorch.protocol.pickling import dumps_by_value
 from flytekitplugins.daskpytorch.settings import Gang, is_debugging
 from flytekitplugins.daskpytorch.sweep.storage import SweepStorage
@@ -72,17 +72,8 @@ BY_COLUMNS = checks.must_be(
 WITHOUT_MISSING_KEYS = checks.must_be("True", lambda dropna: dropna is not False)
 
 
-def train_all(
-    problems: Problems,
-    client: Client,
-    train: Callable[..., Any],
-    grouped: Any,
-    per_worker: int | None,
-    settings: Gang,
-    storage: str | None,
-    folder: str | None,
-    run: Callable[..., GangFutures],
-) -> KeyedModels:
+def check(problems: Problems, settings: Gang) -> None:
+    """Raise `ValueError` for arguments of `dispatch.map` that do not suit a data frame."""
     problems.check("experiments", BY_COLUMNS)
     problems.check("experiments.dropna", WITHOUT_MISSING_KEYS)
     problems.check("models_per_worker", checks.optional(checks.COUNT))
@@ -92,13 +83,15 @@ def train_all(
     problems.unless(settings.ranks_per_worker == "auto", "gang", "without ranks_per_worker: see models_per_worker")
     problems.unless(not is_debugging(settings), "gang", "without debug mode: call the function with a key's rows")
     problems.raise_any()
+
+
+def each_key(
+    client: Client, train: Callable[..., Any], grouped: Any, per_worker: int | None, storage: SweepStorage | None
+) -> EachKey:
     check_call(train, None, None)
     by, name = columns_of(grouped) or [], uuid.uuid4().hex
-    kept = SweepStorage(storage, folder or key_of(train)) if storage is not None else None
-    known = kept.keys(train) if kept is not None else None
-    each_key = EachKey(train, by, _parts_of(client, grouped, by, per_worker), name, address_for_ranks(client), known)
-    settings = replace(settings, ranks_per_worker=per_worker or "auto")
-    return KeyedModels(client, by, name, run(client, each_key, gang=settings), kept)
+    known = storage.keys(train) if storage is not None else None
+    return EachKey(train, by, _parts_of(client, grouped, by, per_worker), name, address_for_ranks(client), known)
 
 
 def _parts_of(client: Client, grouped: Any, by: list[Any], per_worker: int | None) -> Any:
@@ -206,11 +199,10 @@ def _read(batches: dict[str, bytes]) -> dict[Any, Row]:
 class KeyedModels:
     """Models of a data frame's keys."""
 
-    def __init__(
-        self, client: Client, by: Iterable[Any], name: str, gang: GangFutures, storage: SweepStorage | None
-    ) -> None:
-        self._by, self._gang, self._storage = list(by), gang, storage
+    def __init__(self, client: Client, each: EachKey, gang: GangFutures, storage: SweepStorage | None) -> None:
+        self._by, self._gang, self._storage = each.by, gang, storage
         self._rows: Future[list[dict[str, Any]]] = Future()
+        name = each.name  # alone: the callback must not keep the parts
         gang[0].add_done_callback(lambda _: self._collect(client, name))
 
     def to_frame(self, timeout: float | None = None) -> pd.DataFrame:
