@@ -10,7 +10,6 @@ The core knows workers, attempts, exits, results, failures and the request to st
 """
 
 import enum
-from dataclasses import dataclass
 from typing import Literal
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
@@ -23,11 +22,6 @@ ANSWER_TIME = 0.4
 """Seconds for the ranks' answers to a question about a failure or a hang. Then the driver goes on."""
 Stage = Literal["gathering", "starting", "training", "stopping", "settling"]
 """Workers are awaited, ranks start, rank 0 has joined, ranks must end, all ranks have ended."""
-
-
-@dataclass(frozen=True)
-class Moves:
-    num_moves: int
 
 
 class Moment(enum.Enum):

@@ -13,7 +13,7 @@ from signal import SIGINT, SIGTERM
 
 from flytekitplugins.daskpytorch.driver.agents import Agents, Peer
 from flytekitplugins.daskpytorch.driver.attempt import Attempt
-from flytekitplugins.daskpytorch.driver.part import Moment, Moves, Part, Stage
+from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.protocol import journal, messages
@@ -244,9 +244,9 @@ class GangState:
 
     def note_beat(self, connection: Connection, beat: messages.Beat) -> None:
         if (peer := self.agents.find(connection)) is not None:
-            for rank, num_moves in beat.num_moves.items():
+            for rank in beat.num_moves:
                 if (attempt := self._attempt_of(peer, rank)) is not None:
-                    self._hand_out(peer, attempt, rank, Moves(num_moves))
+                    self._hand_out(peer, attempt, rank, beat)
 
     def hear_of_rank(
         self, connection: Connection, rank: int, said: Iterable[messages.ShortReport | ReceivedPiece]

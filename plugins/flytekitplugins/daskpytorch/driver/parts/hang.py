@@ -19,11 +19,11 @@ from flytekitplugins.daskpytorch.driver.collectives import (
     named,
     users_frames,
 )
-from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment, Moves, Part, Stage
+from flytekitplugins.daskpytorch.driver.part import ANSWER_TIME, Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.state import GangState
 from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.job import Job
-from flytekitplugins.daskpytorch.protocol.messages import Question
+from flytekitplugins.daskpytorch.protocol.messages import Beat, Question
 
 STACKS_WAIT = 1.5
 """Seconds that ranks which may hang have to send their stacks."""
@@ -59,7 +59,7 @@ class HangWatch(Part):
     gloo, it closes its connections, and its peers' collectives fail.
     """
 
-    takes = (Moves, Recalled)
+    takes = (Beat, Recalled)
 
     def __init__(self, state: GangState) -> None:
         self._state = state
@@ -89,8 +89,8 @@ class HangWatch(Part):
     # ---- what happens
 
     def take(self, peer: Peer, attempt: Attempt, rank: int, report: object) -> None:
-        if isinstance(report, Moves):
-            self._note_moves(attempt, rank, report.num_moves)
+        if isinstance(report, Beat):
+            self._note_moves(attempt, rank, report.num_moves[rank])
         elif isinstance(report, Recalled):
             self._final[rank] = report
 
