@@ -31,7 +31,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -63,13 +62,6 @@ def command(main: str, arguments: Sequence[int | str], path: list[str]) -> list[
 # ---- The server process ---------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Client:
-    sock: socket.socket
-    ranks: dict[int, int] = field(default_factory=dict)
-    """Rank's key -> its process ID."""
-
-
 class _Server:
     """One thread makes all forks, so PR_SET_PDEATHSIG kills the ranks only at the end of the whole fork server."""
 
@@ -78,7 +70,8 @@ class _Server:
         self._imported_ahead = imported_ahead
         self._started_with = dict(os.environ)
         self._prctl = ctypes.CDLL(None).prctl  # looked up once, for all ranks
-        self._clients: set[_Client] = set()
+        self._clients: dict[socket.socket, dict[int, int]] = {}
+        """Connection -> its ranks by key, each with its process ID."""
         self._selector = selectors.DefaultSelector()
         self._wakeup, wakeup_write = os.pipe()
         os.set_blocking(wakeup_write, False)
@@ -96,13 +89,10 @@ class _Server:
 
     def serve(self) -> None:
         while self._running:
-            has_ranks = any(client.ranks for client in self._clients)
+            has_ranks = any(self._clients.values())
             requests = self._selector.select(0.0 if self._leisure.is_due(has_ranks=has_ranks) else None)
             for key, _ in requests:
-                if isinstance(key.data, _Client):
-                    self._serve_client(key.data)
-                else:
-                    key.data()
+                key.data()
             if not requests:
                 self._leisure.import_next()
         for client in list(self._clients):
@@ -116,17 +106,17 @@ class _Server:
         if packet != CLIENT:
             self._running = False
             return
-        client = _Client(socket.socket(fileno=descriptors[0]))
-        self._clients.add(client)
-        self._selector.register(client.sock, selectors.EVENT_READ, client)
+        client = socket.socket(fileno=descriptors[0])
+        self._clients[client] = {}
+        self._selector.register(client, selectors.EVENT_READ, functools.partial(self._serve_client, client))
         if not self._has_imports:
             import_for_ranks(self._imported_ahead)
             self._has_imports = True
         self._tell(client)  # the client may wait for the imports
 
-    def _serve_client(self, client: _Client) -> None:
+    def _serve_client(self, client: socket.socket) -> None:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(client.sock, MAX_PACKET, 2)
+            packet, descriptors, _, _ = socket.recv_fds(client, MAX_PACKET, 2)
         except ConnectionResetError:  # the client closed the connection with exits unread
             packet, descriptors = b"", []
         if not packet:
@@ -135,12 +125,12 @@ class _Server:
         key, signum = json.loads(packet)
         if signum == SPAWN:
             self._spawn(client, key, descriptors)
-        elif (pid := client.ranks.get(key)) is not None:  # else the rank has ended
+        elif (pid := self._clients[client].get(key)) is not None:  # else the rank has ended
             kill_session(pid, signum)
 
-    def _spawn(self, client: _Client, key: int, descriptors: Sequence[int]) -> None:
+    def _spawn(self, client: socket.socket, key: int, descriptors: Sequence[int]) -> None:
         server_pid = os.getpid()
-        pid = client.ranks[key] = os.fork()
+        pid = self._clients[client][key] = os.fork()
         if not pid:
             self._run_rank(server_pid, *descriptors)
         for descriptor in descriptors:
@@ -148,30 +138,29 @@ class _Server:
 
     # ---- ranks
 
-    def _drop(self, client: _Client) -> None:
-        self._clients.discard(client)
-        self._selector.unregister(client.sock)
-        client.sock.close()
-        for pid in client.ranks.values():
+    def _drop(self, client: socket.socket) -> None:
+        self._selector.unregister(client)
+        client.close()
+        for pid in self._clients.pop(client).values():
             kill_session(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
     def _reap(self) -> None:
         os.read(self._wakeup, 1024)
-        for client in list(self._clients):
-            for key, pid in list(client.ranks.items()):
+        for client, ranks in self._clients.items():
+            for key, pid in list(ranks.items()):
                 # WNOWAIT keeps the process ID taken until the rank's children, such as DataLoader workers, are killed.
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     continue
                 kill_session(pid, signal.SIGKILL)
                 _, status = os.waitpid(pid, 0)
-                del client.ranks[key]
+                del ranks[key]
                 self._tell(client, key, os.waitstatus_to_exitcode(status))
 
     @staticmethod
-    def _tell(client: _Client, *event: int) -> None:
+    def _tell(client: socket.socket, *event: int) -> None:
         with contextlib.suppress(OSError):  # the agent has ended, and the end-of-file that follows drops the client
-            client.sock.send(json.dumps(event).encode())
+            client.send(json.dumps(event).encode())
 
     def _run_rank(self, server_pid: int, channel: int, output: int) -> NoReturn:
         try:
@@ -199,7 +188,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGTERM stays ignored (see `_be_rank`)
         self._selector.close()  # without unregister, since parent and child share the selector
-        for end in (self._control, *(client.sock for client in self._clients)):
+        for end in (self._control, *self._clients):
             end.close()  # else the rank would hide the fork server's end from its owner and agents
         os.dup2(output, 1)
         os.dup2(output, 2)
