@@ -52,7 +52,7 @@ def run(order: AgentOrder, leaving: int | None = None, data: WorkerData | None =
         connection = dial(order)
         at_last.callback(connection.close)  # the closed connection tells the driver that no rank is left
         try:
-            agent.serve(connection)
+            agent.serve(connection, at_last.enter_context(framing.listen_at(connection.own_address)))
         except (EOFError, ConnectionError):  # the driver has ended, or the fork server with all ranks
             return
         except Exception:
@@ -86,7 +86,6 @@ class _Agent:
         self._data = data
         self._scratch = scratch
         self._server = fork_client.connect()
-        self._meeting: socket.socket | None = None
         self._leaving = leaving
         self._ranks: dict[int, Rank] = {}
         self._stays = False  # until a gang that stays has started
@@ -95,15 +94,13 @@ class _Agent:
 
     def close(self) -> None:
         self._server.close()
-        if self._meeting is not None:
-            self._meeting.close()
         for rank in self._ranks.values():
             rank.close()
 
-    def serve(self, driver: Connection) -> None:
-        self._driver = driver
+    def serve(self, driver: Connection, meeting: socket.socket) -> None:
+        """Rank 0 serves the rendezvous store at the socket `meeting`."""
+        self._driver, self._meeting = driver, meeting
         self._interface = interface_of(driver.own_address)
-        self._meeting = framing.listen_at(driver.own_address)
         node = describe_node(self._order.worker, self._interface, self._order.num_gpus)
         host, port, *_ = self._meeting.getsockname()
         self._await_server()
@@ -177,7 +174,7 @@ class _Agent:
             with contextlib.suppress(OSError):  # the rank has just ended, and its exit is handled later
                 rank.channel.send(environment)
                 rank.channel.send(asked)
-                if asked.serves_store and self._meeting is not None:
+                if asked.serves_store:
                     send_handle(rank.channel, self._meeting.fileno(), None)
 
     def _fork(self, place: Place) -> Rank:
