@@ -10,7 +10,7 @@ import pytest
 from flytekitplugins.daskpytorch.node import fork_client
 from flytekitplugins.daskpytorch.node.fork_client import ForkServerClient
 from processes import fork_server, nothing_left_behind
-from test_fork_server import Rank
+from test_fork_server import Rank, next_exit
 
 LOADING = """
     import atexit, os, time
@@ -48,4 +48,4 @@ def test_workers_end_by_no_sigterm_and_with_their_rank(method: str, client: Fork
             process.terminate()
     (tmp_path / "gate").touch()
     assert rank.line() == "1000"
-    assert client.next_exit() == (0, 0)
+    assert next_exit(client) == [0, 0]

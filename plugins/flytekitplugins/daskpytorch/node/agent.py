@@ -240,7 +240,7 @@ class _Agent:
             self._driver.send(messages.Lines(rank.place.rank, lines))
 
     def _note_exit(self) -> None:
-        key, exitcode = self._server.next_exit()
+        key, exitcode = self._server.next_event()
         with contextlib.closing(self._ranks.pop(key)) as rank:  # also if the driver has ended
             self._tell_exit(rank, exitcode)
 

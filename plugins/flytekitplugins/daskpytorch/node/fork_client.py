@@ -53,20 +53,11 @@ class ForkServerClient:
         """Signal a rank, and all processes of its session."""
         self._socket.send(json.dumps([key, signum]).encode())
 
-    def next_exit(self) -> tuple[int, int]:
-        """Wait for the end of a rank, and return its key and exit code (-N: signal N).
-
-        Errors as for `next_event`.
-        """
-        while not (event := self.next_event()):
-            pass  # nobody has taken the readiness
-        key, exitcode = event
-        return key, exitcode
-
     def next_event(self) -> list[int]:
-        """Wait until the fork server can start ranks (an empty list), and then for the ends of ranks.
+        """Wait until the fork server can start ranks (an empty list), and then for each rank's end.
 
-        ForkServerFailedError or ForkServerLostError: all ranks have ended with it.
+        A rank's end has its key and exit code (-N: signal N). ForkServerFailedError or ForkServerLostError: all ranks
+        have ended with the fork server.
         """
         try:
             packet = self._socket.recv(fork_server.MAX_PACKET)
@@ -110,12 +101,14 @@ _lock = threading.Lock()
 
 
 def connect() -> ForkServerClient:
+    global _owned
     check_system()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _lock:
-        server = _running()
-        socket.send_fds(server.control, [fork_server.CLIENT], [theirs.fileno()])
-    return ForkServerClient(mine, server.process)
+        if _owned is None or _owned.has_ended():
+            _owned = _start()
+        socket.send_fds(_owned.control, [fork_server.CLIENT], [theirs.fileno()])
+        return ForkServerClient(mine, _owned.process)
 
 
 def import_ahead(module: str) -> None:
@@ -154,14 +147,6 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
-
-
-def _running() -> _Owned:
-    """The caller must hold `_lock`."""
-    global _owned
-    if _owned is None or _owned.has_ended():
-        _owned = _start()
-    return _owned
 
 
 def _start() -> _Owned:
