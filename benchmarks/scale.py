@@ -60,7 +60,7 @@ from flytekitplugins.daskpytorch.records import RankUsage
 from flytekitplugins.daskpytorch.node.agent import HEARTBEAT_INTERVAL, dial, heartbeat_interval
 from flytekitplugins.daskpytorch.node.hardware import local_versions
 from flytekitplugins.daskpytorch.protocol import messages
-from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.placement import Node
 from flytekitplugins.daskpytorch.rank.usage import INTERVAL, MAX_SAMPLES
 
@@ -116,7 +116,7 @@ class Agent:
 
     def exit(self, ranks, code, stopped=False):
         for rank in list(ranks):
-            self.connection.send(Exited(rank, code, stopped, False, "", time.time()))
+            self.connection.send(RankExit(rank=rank, exitcode=code, stopped=stopped))
             del self.num_moves[rank]
 
 def follow():

@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.protocol import journal, messages
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written, folder_name
 from flytekitplugins.daskpytorch.protocol.code import Code
 from flytekitplugins.daskpytorch.protocol.debugging import Debugging
-from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure, StoragePaths
 from flytekitplugins.daskpytorch.protocol.observer import Observer, Observers
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
@@ -523,10 +523,8 @@ class World:
         if agent.ranks.pop(rank, None) is not None:
             if rank == 0:
                 agent.uploads.clear()
-            exited = messages.Exited(
-                rank, exitcode, stopped, out_of_memory=False, log_tail=log_tail, time=self.clock(), watchdog=watchdog
-            )
-            self.say(agent, exited)
+            how = {"stopped": stopped, "log_tail": log_tail, "watchdog": watchdog}
+            self.say(agent, RankExit(rank=rank, exitcode=exitcode, time=self.clock(), **how))
 
     def ready(self, agent: Agent) -> None:
         for rank in list(agent.ranks.values()):

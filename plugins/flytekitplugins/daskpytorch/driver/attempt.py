@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flytekitplugins.daskpytorch.driver.agents import Peer
@@ -132,10 +132,11 @@ class Attempt:
         self.on_over(rank, failure)
 
     def exit_of_survivor(self, rank: int) -> RankExit:
-        return self._exit(rank, exitcode=1, log_tail="", time=time.time())
+        return self._completed(RankExit(rank=rank, exitcode=1))
 
-    def note_exit(self, rank: int, **how: Any) -> None:
-        self.exits[rank] = exit_ = self._exit(rank, **how)
+    def note_exit(self, reported: RankExit) -> None:
+        rank = reported.rank
+        self.exits[rank] = exit_ = self._completed(reported)
         if self.is_program and exit_.exitcode == 0:  # by `os._exit`
             self.results.setdefault(rank, NONE)
         if rank not in self.results or (self.is_program and exit_.exitcode and not exit_.stopped):
@@ -145,7 +146,7 @@ class Attempt:
     def lose(self, worker: str, agent_traceback: str | None = None) -> None:
         for rank in self.ranks_of.get(worker, ()):
             if rank not in self.exits:
-                self.note_exit(rank, exitcode=None, log_tail="", time=time.time(), agent_traceback=agent_traceback)
+                self.note_exit(RankExit(rank=rank, exitcode=None, agent_traceback=agent_traceback))
 
     def unaccounted(self) -> set[str]:
         return {node.worker for rank, (_, node) in self.places.items() if rank not in self.exits}
@@ -173,15 +174,15 @@ class Attempt:
             rank=min(missing),
         )
 
-    def _exit(self, rank: int, **how: Any) -> RankExit:
+    def _completed(self, exit_: RankExit) -> RankExit:
+        rank = exit_.rank
         place, node = self.places[rank]
-        return RankExit(
-            rank=rank,
+        return replace(
+            exit_,
             worker=node.worker,
             host=node.host,
             failure=self.failures.get(rank) or self.survived.get(rank),
             hang=self.hang[1] if self.hang is not None and self.hang[0] == rank else None,
             step=self.steps.get(rank),
             gpu=node.title_of(place.gpu) if place.gpu is not None else "",
-            **how,
         )

@@ -17,7 +17,7 @@ from flytekitplugins.daskpytorch.driver.part import Moment, Part, Stage
 from flytekitplugins.daskpytorch.driver.received import ReceivedPiece, ReceivedResults
 from flytekitplugins.daskpytorch.driver.request import Request
 from flytekitplugins.daskpytorch.protocol import journal, messages
-from flytekitplugins.daskpytorch.protocol.failure import Failure
+from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit
 from flytekitplugins.daskpytorch.protocol.framing import Connection
 from flytekitplugins.daskpytorch.protocol.messages import Answer
 from flytekitplugins.daskpytorch.protocol.observer import Observers
@@ -190,9 +190,9 @@ class GangState:
         if (peer := self.agents.find(connection)) is None:  # the agent was given up
             return
         match message:
-            case messages.Exited(rank):
+            case RankExit(rank=rank):
                 if (attempt := self._attempt_of(peer, rank)) is not None:
-                    attempt.note_exit(**vars(message))
+                    attempt.note_exit(message)
             case messages.Broken(text):
                 peer.traceback = text
             case messages.Leaving():

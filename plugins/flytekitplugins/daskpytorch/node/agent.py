@@ -26,7 +26,7 @@ from flytekitplugins.daskpytorch.process.folders import scratch_folder
 from flytekitplugins.daskpytorch.process.system import path_here
 from flytekitplugins.daskpytorch.protocol import framing, job, messages
 from flytekitplugins.daskpytorch.protocol.code import place_code
-from flytekitplugins.daskpytorch.protocol.failure import raisable
+from flytekitplugins.daskpytorch.protocol.failure import RankExit, raisable
 from flytekitplugins.daskpytorch.protocol.framing import Connection, dial
 from flytekitplugins.daskpytorch.protocol.host import AgentLauncher, AgentOrder, OnFailure
 from flytekitplugins.daskpytorch.protocol.job import RankOrder, WorkerData
@@ -250,13 +250,12 @@ class _Agent:
         while rank.output.has_more():
             self._note_output(rank)
         self._driver.send(
-            messages.Exited(
+            RankExit(
                 rank=rank.place.rank,
                 exitcode=exitcode,
                 stopped=rank.kill_at is not None and exitcode in (job.STOPPED, -signal.SIGKILL),
                 out_of_memory=exitcode == -signal.SIGKILL and num_kills_for_memory() > self._num_kills_for_memory,
                 log_tail=rank.log_tail,
-                time=time.time(),
                 watchdog=rank.watchdog if exitcode == -signal.SIGABRT else "",
             )
         )

@@ -39,7 +39,7 @@ each attempt. Ranks that connect earlier wait in the socket's queue, and no othe
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Failure ────────────────────────── │ on any node
       │ ─── Stop ──────────────────────────────▶ │ ─── Quit ────────────────────────────▶ │ ends, or is killed
-      │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵
+      │ ◀── RankExit ─────────────────────────── │ ◀── its exit ───────────────────────── ╵
       │ all have ended, the file is lent         │
       │ ─── Start(job, from the file) ─────────▶ │ ─── RankOrder ───────────────────────▶ ╷ a new process
       │ ◀══ to elsewhere: Download(name); its bytes, once a node ═══════════════════════▶ │ load returns
@@ -53,7 +53,7 @@ each attempt. Ranks that connect earlier wait in the socket's queue, and no othe
       │                                          │                                        │
       │ ◀── Reported ─────────────────────────── │ ◀── Returned(value) ────────────────── │ waits for the others
       │ all have returned: ─── Tell(Leave) ────▶ │ ─── Leave ───────────────────────────▶ │
-      │ ◀── Exited ───────────────────────────── │ ◀── its exit ───────────────────────── ╵
+      │ ◀── RankExit ─────────────────────────── │ ◀── its exit ───────────────────────── ╵
       │ ─── Close ─────────────────────────────▶ │ cleans up
       │ ◀── the connection's end ─────────────── ╵
 """

@@ -10,11 +10,12 @@ import pickle
 import re
 import signal
 import sysconfig
+import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from flytekitplugins.daskpytorch.errors import NoDebuggerError
@@ -162,14 +163,16 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
+    """The agent reports a rank's end. The driver adds the rank's place, failure, hang and step."""
+
     rank: int
-    worker: str
-    host: str
+    worker: str = ""
+    host: str = ""
     exitcode: int | None
     """From `os.waitstatus_to_exitcode`, or None if the worker was lost, too."""
-    failure: Failure | None
-    log_tail: str
-    time: float
+    failure: Failure | None = None
+    log_tail: str = ""
+    time: float = field(default_factory=time.time)
     """Seconds since the epoch, on the clock of the agent or driver."""
     out_of_memory: bool = False
     stopped: bool = False

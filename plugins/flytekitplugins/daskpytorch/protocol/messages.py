@@ -14,7 +14,7 @@ from typing import Any
 
 from flytekitplugins.daskpytorch.protocol.checkpoints import CheckpointEntry, Written
 from flytekitplugins.daskpytorch.protocol.code import Code
-from flytekitplugins.daskpytorch.protocol.failure import Failure, Recalled
+from flytekitplugins.daskpytorch.protocol.failure import Failure, RankExit, Recalled
 from flytekitplugins.daskpytorch.protocol.job import Job, LargeCall
 from flytekitplugins.daskpytorch.protocol.placement import Node, Place
 from flytekitplugins.daskpytorch.records import Goodput, LogRecord, RankUsage, SavedCheckpoint
@@ -286,17 +286,6 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Exited:
-    rank: int
-    exitcode: int
-    stopped: bool
-    out_of_memory: bool
-    log_tail: str
-    time: float
-    watchdog: str = ""
-
-
-@dataclass(frozen=True)
 class Broken:
     traceback: str
 
@@ -306,7 +295,7 @@ class Leaving:
     """The agent's worker closes, by order of the Dask scheduler or a signal."""
 
 
-FromAgent = Hello | Beat | Reported | Lines | Exited | Broken | Leaving
+FromAgent = Hello | Beat | Reported | Lines | RankExit | Broken | Leaving
 
 
 # ---- ... and to it
