@@ -191,7 +191,7 @@ class Project:
     def loaded(cls) -> Self:
         project = cls()
         companions: set[tuple[Path, str | None]] = set()
-        for module in _modules_not_installed():
+        for module in list(sys.modules.values()):
             if place := _place_in_project(module):
                 root, relative = place
                 project.files[str(relative)] = root / relative
@@ -234,13 +234,6 @@ class Project:
         return [str(root) for root in roots]
 
 
-def _modules_not_installed() -> Iterator[ModuleType]:
-    for module in list(sys.modules.values()):
-        file = attributes_of(module).get("__file__")
-        if not isinstance(file, str) or not _is_installed(file):
-            yield module
-
-
 @functools.cache  # repeated checks of thousands of modules would dominate packing time
 def _is_installed(file: str) -> bool:
     """Layered environments (PYTHONPATH, .pth files) are recognised by folder names such as `site-packages`."""
@@ -251,8 +244,10 @@ def _is_installed(file: str) -> bool:
 def _place_in_project(module: ModuleType) -> tuple[Path, Path] | None:
     attributes = attributes_of(module)
     name, file = _imported_as(attributes), attributes.get("__file__")
-    if not isinstance(name, str) or not isinstance(file, str) or name.startswith("flytekitplugins."):
-        return None  # built-in modules, this package and its siblings
+    if not isinstance(name, str) or not isinstance(file, str) or _is_installed(file):
+        return None  # built-in and installed modules
+    if name.startswith("flytekitplugins."):  # this package and its siblings
+        return None
     path = Path(os.path.abspath(file))
     parts = name.split(".")
     relative = Path(*parts, path.name) if path.stem == "__init__" else Path(*parts[:-1], path.name)
