@@ -4,6 +4,7 @@
 """
 
 import functools
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -78,6 +79,17 @@ def test_what_a_rank_has_to_say_is_cut_short(client: Client, launch: ft.Launch) 
 def test_a_straggler_is_left_alone(client: Client, launch: ft.Launch) -> None:  # 19
     watched = launch(client, pace=0.6, gang=Gang(hang_timeout=4.0))  # less than the whole of it takes
     check_recovered(watched, [0])
+
+
+def step_for_six_seconds() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    for _ in range(20):
+        time.sleep(0.3)
+        optimizer.step()
+
+
+def test_a_training_that_logs_nothing_lives_by_its_optimizers_steps(client: Client) -> None:
+    assert dispatch.run(client, step_for_six_seconds, gang=Gang(hang_timeout=4.0)).result() == [None] * 2
 
 
 class OpensInRank0(Observer):
