@@ -11,7 +11,7 @@ import pytest
 from distributed import Client
 
 from flytekitplugins.daskpytorch import GangStartError, doctor
-from processes import Cluster, nothing_left_behind, run_program, start_worker, wait_for_workers
+from processes import Cluster, nothing_left_behind, run_program, start_worker, until, wait_for_workers
 
 
 def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
@@ -31,13 +31,15 @@ def test_all_is_well(cluster: Cluster, tmp_path: Path) -> None:
 def test_busy_workers_keep_the_ranks_from_meeting_but_not_the_doctor_from_saying_so(
     cluster: Cluster, client: Client, tmp_path: Path
 ) -> None:
-    def work(_: int) -> None:  # in here, so that it travels by value
+    def work(name: str) -> None:  # in here, so that it travels by value
+        (tmp_path / name).touch()
         while not free.exists():
             time.sleep(0.01)
 
     free = tmp_path / "free"
-    busy = client.map(work, [1, 2], pure=False)
+    busy = client.map(work, ["busy-0", "busy-1"], pure=False)
     try:
+        until(lambda: len(list(tmp_path.glob("busy-*"))) == 2, "the work, which agents would overtake in the queue")
         with pytest.raises(GangStartError, match="only 0 of 2 workers started"):
             doctor.try_cluster(cluster.address, 4.0)
     finally:
